@@ -23,10 +23,10 @@ import torch
 from parallel3d.topology import Grid, Topology
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    ["torch", "torch.distributed", "torch.distributed.device_mesh", "einops", "numpy", "pytest"]
-    + ["parallel3d", "parallel3d.topology"]
+PRELOADED = (
+    "torch torch.distributed torch.distributed.device_mesh einops numpy pytest parallel3d.topology"
 )
+CONTEXT.set_forkserver_preload(PRELOADED.split())
 GRACE = 3.0  # seconds that the others have to end once a rank has failed
 
 
