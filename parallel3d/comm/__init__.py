@@ -1,0 +1,1 @@
+"""The only room that sends anything: collectives by axis, channels, the ledger."""

@@ -1,0 +1,151 @@
+"""Collectives by axis. On an axis of size 1 nothing is sent and the input comes back.
+
+Bytes are what one rank sends. With ``n`` elements and ``d`` ranks an all-reduce sends
+``2 n (d - 1) / d`` elements, a reduce-scatter, all-gather or all-to-all ``n (d - 1) / d`` with
+``n`` the whole; these are also the lower bounds without reduction inside the network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..topology import Axis
+from .ledger import record
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+class Pending:
+    """A communication under way: ``wait()`` gives its result, and may be called once or more."""
+
+    def __init__(self, wait: Callable[[], Tensor]) -> None:
+        self._wait: Callable[[], Tensor] | None = wait
+        self._result: Tensor | None = None
+
+    @classmethod
+    def done(cls, result: Tensor) -> Pending:
+        """Nothing to wait for."""
+        return cls(lambda: result)
+
+    def wait(self) -> Tensor:
+        """Block (the CPU on gloo, the current stream on NCCL) until the result is there."""
+        if self._wait is not None:
+            self._result = self._wait()
+            self._wait = None
+        assert self._result is not None
+        return self._result
+
+
+def start_all_reduce(x: Tensor, axis: Axis, *, op: str = "sum", tag: str = "") -> Pending:
+    """All-reduce ``x`` in place, in the background."""
+    if axis.size == 1:
+        return Pending.done(x)
+    sent = 2 * x.numel() * x.element_size() * (axis.size - 1) // axis.size
+    record(axis, "all_reduce", tag, "issue", sent)
+    work = dist.all_reduce(x, op=_OPS[op], group=axis.group, async_op=True)
+    return _pending(work, axis, "all_reduce", tag, x)
+
+
+def all_reduce(x: Tensor, axis: Axis, *, op: str = "sum", tag: str = "") -> Tensor:
+    """All-reduce ``x`` in place and return it."""
+    return start_all_reduce(x, axis, op=op, tag=tag).wait()
+
+
+def start_reduce_scatter(x: Tensor, out: Tensor, axis: Axis, *, tag: str = "") -> Pending:
+    """Sum flat ``x`` [n] over the axis; this rank's slice [n / d] lands in ``out``.
+
+    gloo's own reduce-scatter is an all-reduce in disguise and sends twice the bytes, so there it
+    is an all-to-all and a sum in rank order, which also depends on no algorithm's choice.
+    """
+    if axis.size == 1:
+        return Pending.done(out if out.data_ptr() == x.data_ptr() else out.copy_(x))
+    sent = x.numel() * x.element_size() * (axis.size - 1) // axis.size
+    record(axis, "reduce_scatter", tag, "issue", sent)
+    if not _is_gloo(axis, x):
+        work = dist.reduce_scatter_single(out, x, group=axis.group, async_op=True)
+        return _pending(work, axis, "reduce_scatter", tag, out)
+    parts = torch.empty_like(x)
+    work = dist.all_to_all_single(parts, x, group=axis.group, async_op=True)
+
+    def wait() -> Tensor:
+        work.wait()
+        record(axis, "reduce_scatter", tag, "wait")
+        first, second, *rest = parts.chunk(axis.size)
+        torch.add(first, second, out=out)
+        for part in rest:
+            out.add_(part)
+        return out
+
+    return Pending(wait)
+
+
+def start_all_gather(owned: Tensor, out: Tensor, axis: Axis, *, tag: str = "") -> Pending:
+    """Gather flat ``owned`` [n / d] of every rank into ``out`` [n]; may be its own slice."""
+    if axis.size == 1:
+        return Pending.done(out if out.data_ptr() == owned.data_ptr() else out.copy_(owned))
+    record(axis, "all_gather", tag, "issue", owned.numel() * owned.element_size() * (axis.size - 1))
+    work = dist.all_gather_single(out, owned, group=axis.group, async_op=True)
+    return _pending(work, axis, "all_gather", tag, out)
+
+
+def all_gather(x: Tensor, axis: Axis, dim: int, *, tag: str = "") -> Tensor:
+    """Every rank's ``x``, of one shape, concatenated along ``dim``."""
+    if axis.size == 1:
+        return x
+    out = x.new_empty((axis.size, *x.shape))
+    start_all_gather(x.contiguous().view(-1), out.view(-1), axis, tag=tag).wait()
+    return torch.cat(out.unbind(0), dim)
+
+
+def broadcast(x: Tensor, axis: Axis, source: int = 0, *, tag: str = "") -> Tensor:
+    """Fill ``x`` on every rank with that of ``source``, a rank of the axis; in place."""
+    if axis.size > 1:
+        sent = x.numel() * x.element_size() if axis.rank == source else 0
+        record(axis, "broadcast", tag, "issue", sent)
+        dist.broadcast(x, axis.ranks[source], group=axis.group)
+        record(axis, "broadcast", tag, "wait")
+    return x
+
+
+def broadcast_object(obj: Any, axis: Axis, source: int = 0) -> Any:
+    """A small Python object of ``source``, a rank of the axis; by the host."""
+    if axis.size == 1:
+        return obj
+    box = [obj]
+    dist.broadcast_object_list(
+        box, axis.ranks[source], group=axis.group, device=torch.device("cpu")
+    )
+    return box[0]
+
+
+def all_gather_objects(obj: Any, axis: Axis) -> list[Any]:
+    """One small Python object of each rank, in rank order; by the host."""
+    gathered = [obj] * axis.size
+    if axis.size > 1:
+        dist.all_gather_object(gathered, obj, group=axis.group)
+    return gathered
+
+
+def barrier(axis: Axis) -> None:
+    """Wait until every rank of the axis is here."""
+    if axis.size > 1:
+        dist.all_reduce(torch.zeros(1), group=axis.group)
+
+
+def _is_gloo(axis: Axis, x: Tensor) -> bool:
+    assert axis.group is not None
+    return axis.group._get_backend(x.device).name() == "gloo"
+
+
+def _pending(work: Any, axis: Axis, kind: str, tag: str, result: Tensor) -> Pending:
+    def wait() -> Tensor:
+        work.wait()
+        record(axis, kind, tag, "wait")
+        return result
+
+    return Pending(wait)
