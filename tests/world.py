@@ -79,7 +79,7 @@ def _rank(
     call: bytes,
     sender: Connection,
 ) -> None:
-    os.environ.update(_environment(rank, grid.size), **env)
+    os.environ.update(environment(rank, grid.size), **env)
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     try:
@@ -104,7 +104,7 @@ def _rank(
         raise SystemExit(1) from None
 
 
-def _environment(rank: int, size: int) -> dict[str, str]:
+def environment(rank: int, size: int) -> dict[str, str]:
     """What torchrun would set, for a world on one machine."""
     return {
         "RANK": str(rank),
