@@ -1,0 +1,1 @@
+"""Pipeline parallelism: programs on paper, and the stages and interpreter that run them."""
