@@ -1,0 +1,57 @@
+"""The optimizer that `optim` names, and the keys of the group that it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+
+from .schema import Optim
+from .targets import check_keys, locate, takes
+
+SHARED = ("betas", "eps", "weight_decay")
+
+
+def optimizer_class(optim: Optim) -> Callable[..., torch.optim.Optimizer]:
+    """The class: `optim._target_`, or the one of torch.optim with this name in any case.
+
+    Raises:
+        ValueError: no such class; names the nearest.
+    """
+    if optim._target_ is not None:
+        return locate(optim._target_, "optim._target_")
+    classes = {
+        name.lower(): found
+        for name, found in vars(torch.optim).items()
+        if isinstance(found, type) and issubclass(found, torch.optim.Optimizer)
+    }
+    del classes["optimizer"]
+    name = (optim.name or "").lower()
+    if name not in classes:
+        close = get_close_matches(name, classes, n=1)
+        hint = f"did you mean optim.name={close[0]}?" if close else f"it has {', '.join(classes)}"
+        raise ValueError(
+            f"optim.name = {optim.name!r} is not a class of torch.optim; {hint} "
+            f"Another class is optim._target_=module.Class"
+        )
+    return classes[name]
+
+
+def optimizer_keys(optim: Optim) -> dict[str, Any]:
+    """What the class is called with beside the parameters.
+
+    `lr`, those of `betas`, `eps` and `weight_decay` that it takes, and the extra keys.
+    """
+    target = optimizer_class(optim)
+    shared = {name: getattr(optim, name) for name in SHARED if takes(target, name)}
+    return {"lr": optim.lr, **shared, **optim.extra}
+
+
+def check_optimizer(optim: Optim) -> None:
+    """Refuse a class that does not exist and a key that it does not take."""
+    target = optimizer_class(optim)
+    known = {item.name for item in fields(optim)} - {"extra", "_target_"}
+    check_keys("optim", target, optim.extra, known=known, supplied=("params", "lr", *SHARED))

@@ -1,0 +1,117 @@
+"""From Hydra's composed configuration to a typed one, and back to YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, fields, is_dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from .rules import check
+from .schema import Config
+from .values import convert, spell
+
+
+def read(cfg: DictConfig, given: Sequence[str] = ()) -> Config:
+    """Check a composed configuration and return it typed.
+
+    First the schema (every key known and of its type), then the rules between fields. Rules that
+    need the number of processes are in `settle`.
+
+    Args:
+        cfg: as Hydra hands it to a recipe.
+        given: the overrides of the command line: `data.microbatch_size` without
+            `pipeline.num_microbatches` among them replaces the latter's default.
+
+    Raises:
+        ValueError: the value, the rule and the way out.
+    """
+    try:
+        plain = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{error.full_key}: {error.msg}") from error
+    config = _group(Config, plain, ())
+    names = {override.lstrip("+").split("=")[0] for override in given}
+    if "data.microbatch_size" in names and "pipeline.num_microbatches" not in names:
+        config = replace(config, pipeline=replace(config.pipeline, num_microbatches=None))
+    check(config)
+    return config
+
+
+def load(path: Path) -> Config:
+    """Read the `config.yaml` of a run."""
+    cfg = OmegaConf.load(path)
+    if not isinstance(cfg, DictConfig):
+        raise ValueError(f"{path} holds no configuration")
+    return read(cfg)
+
+
+def to_yaml(config: Config) -> str:
+    """The configuration as YAML; `load` reads it back."""
+    return OmegaConf.to_yaml(OmegaConf.create(to_plain(config)))
+
+
+def to_plain(group: Any) -> Any:
+    """Nested dicts of a configuration, with `extra` among the other keys."""
+    if not is_dataclass(group):
+        return list(group) if isinstance(group, tuple) else group
+    plain = {item.name: to_plain(getattr(group, item.name)) for item in fields(group)}
+    plain |= plain.pop("extra", {})
+    if plain.get("_target_", "") is None:
+        del plain["_target_"]
+    return plain
+
+
+def _group(kind: Any, plain: Any, path: tuple[str, ...]) -> Any:
+    if not isinstance(plain, dict):
+        keys = ", ".join(_dotted(path, item.name) for item in fields(kind))
+        raise ValueError(f"{'.'.join(path)} = {spell(plain)} is not a group of keys: set {keys}")
+    known = {item.name: item for item in fields(kind) if item.name != "extra"}
+    extra = {key: value for key, value in plain.items() if key not in known}
+    is_open = any(item.name == "extra" for item in fields(kind))
+    if extra and not is_open:
+        raise ValueError(_unknown(_dotted(path, str(next(iter(extra))))))
+    values: dict[str, Any] = {"extra": extra} if is_open else {}
+    hints = get_type_hints(kind)
+    for key, item in known.items():
+        at = _dotted(path, key)
+        if key in plain:
+            values[key] = _value(plain[key], hints[key], (*path, key))
+        elif item.default is MISSING and item.default_factory is MISSING:
+            raise ValueError(f"{at} is missing: set it, or compose conf/pretrain.yaml")
+    return kind(**values)
+
+
+def _value(value: Any, hint: Any, path: tuple[str, ...]) -> Any:
+    if is_dataclass(hint):
+        return _group(hint, value, path)
+    return convert(value, hint, ".".join(path))
+
+
+def _unknown(key: str) -> str:
+    keys = list(_keys(Config, ()))
+    leaf = key.rpartition(".")[2]
+    # A key in the wrong group first (`lr` for `optim.lr`), then a misspelt one.
+    misplaced = [each for each in keys if each.rpartition(".")[2] == leaf]
+    close = misplaced or get_close_matches(key, keys, n=1, cutoff=0.6)
+    top = ", ".join(item.name for item in fields(Config))
+    hint = f"did you mean {close[0]}?" if close else f"the groups are {top}"
+    return f"{key} is not a key; {hint}"
+
+
+def _keys(kind: Any, path: tuple[str, ...]) -> Iterator[str]:
+    hints = get_type_hints(kind)
+    for item in fields(kind):
+        if item.name == "extra":
+            continue
+        yield _dotted(path, item.name)
+        if is_dataclass(hints[item.name]):
+            yield from _keys(hints[item.name], (*path, item.name))
+
+
+def _dotted(path: tuple[str, ...], key: str) -> str:
+    return ".".join((*path, key))
