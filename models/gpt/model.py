@@ -102,8 +102,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, s, width] -> [b, s, width] through the h heads that are here."""
-        qkv = rearrange(self.qkv(x), "b s (three h d) -> three b h s d", three=3, d=self.head_dim)
-        q, k, v = qkv
+        q, k, v = rearrange(
+            self.qkv(x), "b s (three h d) -> three b h s d", three=3, d=self.head_dim
+        )
         y = causal_attention(q, k, v, self.dropout)
         return self.out_dropout(self.out(rearrange(y, "b h s d -> b s (h d)")))
 
