@@ -49,6 +49,11 @@ class Device(NamedTuple):
     name: str
     peak_flops: float | None
 
+    def __str__(self) -> str:
+        if self.peak_flops is None:
+            return f"{self.name} (peak not known, so no mfu)"
+        return f"{self.name} ({self.peak_flops / 1e12:g} TFLOP/s dense bf16)"
+
 
 def device(of: torch.device) -> Device:
     """The name and peak of a torch device; a CPU has no peak that a table could know."""

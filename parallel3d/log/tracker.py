@@ -65,6 +65,7 @@ class Tracker:
             "id": identity.id,
             "name": run_folder.name,
             "config": flatten(config),
+            "allow_val_change": True,  # a resumed run may have another layout
             "mode": mode,
             "project": project,
             "entity": entity,
@@ -100,7 +101,8 @@ class Tracker:
             try:
                 fn()
             except (Exception, SystemExit) as error:
-                self._give_up(f"{name} failed: {type(error).__name__}: {error}")
+                reason = str(error).partition("\n")[0]
+                self._give_up(f"{name} failed: {type(error).__name__}: {reason}")
             self._began = None
 
     def _init(self, arguments: Mapping[str, Any]) -> None:

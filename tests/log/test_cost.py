@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from parallel3d.log.cost import device, flops_per_token, matmul_parameters, peak_flops
+from parallel3d.log.cost import Device, device, flops_per_token, matmul_parameters, peak_flops
 from parallel3d.placement import Placement, Shard
 
 
@@ -67,3 +67,5 @@ def test_the_peak_is_of_the_device_that_was_named(name: str, peak: float | None)
 
 def test_a_cpu_has_a_name_and_no_peak() -> None:
     assert device(torch.device("cpu")) == ("cpu", None)
+    assert str(device(torch.device("cpu"))) == "cpu (peak not known, so no mfu)"
+    assert str(Device("NVIDIA H200", 989e12)) == "NVIDIA H200 (989 TFLOP/s dense bf16)"
