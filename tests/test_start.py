@@ -57,8 +57,9 @@ def test_torchrun_is_found_and_starts_ranks(script: Path) -> None:
 
 
 def test_a_tree_of_processes_is_killed_across_sessions(tmp_path: Path) -> None:
-    command = f"setsid sh -c 'echo $$ > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/pid-1; sleep 600; true' & sleep 600; true"
-    with subprocess.Popen(["sh", "-c", command]) as tree:
+    in_session = "echo $$ > new; mv new pid-1; sleep 600; true"
+    command = f"setsid sh -c '{in_session}' & sleep 600; true"
+    with subprocess.Popen(["sh", "-c", command], cwd=tmp_path) as tree:
         while not list(tmp_path.glob("pid-*")):
             tree.poll()
         kill_tree(tree.pid)
