@@ -3,7 +3,7 @@
 The only room that imports omegaconf; the rooms below take plain values.
 """
 
-from .compose import allow_new_keys, compose
+from .compose import allow_new_keys, compose, explain
 from .optimizer import optimizer_class, optimizer_keys
 from .read import load, read, to_plain, to_yaml
 from .rules import check_resume, settle
@@ -16,6 +16,7 @@ __all__ = [
     "call",
     "check_resume",
     "compose",
+    "explain",
     "load",
     "locate",
     "optimizer_class",

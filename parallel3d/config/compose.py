@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 
 from .read import read
 from .schema import Config
@@ -32,15 +37,27 @@ def compose(*overrides: str, folder: Path | str = "conf", name: str = "pretrain"
     Raises:
         ValueError: as `read`, and for a group's value that does not exist.
     """
-    from hydra import compose as hydra_compose
-    from hydra import initialize_config_dir
-    from hydra.errors import HydraException
-
     folder = Path(folder).absolute()
     arguments = allow_new_keys(overrides, folder)
     try:
         with initialize_config_dir(str(folder), version_base="1.3"):
             cfg = hydra_compose(name, arguments)
     except HydraException as error:
-        raise ValueError(str(error)) from error
+        raise explain(error) from error
     return read(cfg, arguments)
+
+
+def explain(error: Exception) -> ValueError:
+    """An error of Hydra's composition as one of ours: value, rule and way out."""
+    if isinstance(error, MissingConfigException) and error.options:
+        group, _, value = (error.missing_cfg_file or "").rpartition("/")
+        close = get_close_matches(value, error.options, n=1)
+        hint = f"; did you mean {group}={close[0]}?" if close else ""
+        return ValueError(f"{group} = {value!r} is not one of {', '.join(error.options)}{hint}")
+    if isinstance(error, OverrideParseException):
+        return ValueError(
+            f"{error.override.lstrip('+')!r} cannot be read: write key=value, "
+            f"with quotes around a value that has special characters, such as name='a=b'"
+        )
+    cause = f" ({error.__cause__})" if error.__cause__ else ""
+    return ValueError(f"the configuration cannot be composed: {error}{cause}")

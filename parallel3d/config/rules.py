@@ -38,7 +38,7 @@ AT_LEAST: dict[str, float] = {
     "train.timeout": 1,
     "checkpoint.every": 0,
     "checkpoint.keep": 1,
-    "log.every": 1,
+    "log.every": 0,
 }
 MODEL_SUPPLIED = ("topology", "vocab_size")
 

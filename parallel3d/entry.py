@@ -1,0 +1,87 @@
+"""How a recipe starts: composed by Hydra, its errors told to torchrun.
+
+Note [errors of a recipe]
+torchrun ends with a summary of the first failure, which it reads from a file that `record` writes
+from an exception. Hydra, outside `record`, would print the exception and end with SystemExit, and
+`record` would see nothing; inside, it never runs for an error of composition. So `record` stands
+outside, HYDRA_FULL_ERROR makes Hydra raise its own errors, and the task's errors pass through Hydra
+as a BaseException, which also ends a sweep at its first failing job, on every rank alike.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from .config import allow_new_keys, explain
+from .launch import Launch
+
+
+class _TaskFailed(BaseException):
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+def start(task: Callable[[DictConfig], None], folder: Path, name: str) -> None:
+    """Run `task` with the configuration `folder/name.yaml` and the command line's overrides.
+
+    The working directory is importable, for a `_target_` of the user's own. Call it from
+    `if __name__ == "__main__"`.
+    """
+    sys.path.insert(0, str(Path.cwd()))
+    sys.argv[1:] = allow_new_keys(sys.argv[1:], folder)
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    record(_run)(task, folder, name)
+
+
+def _run(task: Callable[[DictConfig], None], folder: Path, name: str) -> None:
+    @wraps(task)
+    def job(cfg: DictConfig) -> None:
+        try:
+            task(cfg)
+        except Exception as error:
+            raise _TaskFailed(error) from error
+
+    error: Exception | None = None
+    try:
+        hydra.main(str(folder.resolve()), name, "1.3")(job)()
+    except HydraException as composition:
+        error = explain(composition)
+    except _TaskFailed as failed:
+        error = failed.error.with_traceback(None) if _says_all(failed.error) else failed.error
+    if error is not None:
+        raise error
+
+
+def _says_all(error: Exception) -> bool:
+    """Whether the message is ours and for the user: then the way to it is only noise."""
+    trace, last = error.__traceback__, ""
+    while trace is not None:
+        last, trace = trace.tb_frame.f_globals.get("__name__", ""), trace.tb_next
+    return isinstance(error, ValueError) and last.partition(".")[0] in ("parallel3d", "models")
+
+
+def command(launch: Launch, *changes: str) -> str:
+    """The command line that started this job, with `key=value` changes, ready to paste.
+
+    Inside a sweep it is that of the one job.
+    """
+    keys = {change.split("=")[0] for change in changes}
+    given = [override.lstrip("+") for override in HydraConfig.get().overrides.task]
+    kept = [override for override in given if override.split("=")[0] not in keys]
+    program = "python"
+    if launch.world_size > 1:
+        nodes = launch.world_size // launch.local_world_size
+        program = f"torchrun --nproc-per-node {launch.local_world_size}"
+        program += f" --nnodes {nodes}" if nodes > 1 else ""
+    return " ".join([program, sys.argv[0], *(shlex.quote(each) for each in (*kept, *changes))])

@@ -1,0 +1,66 @@
+"""One run, one folder: named and made on rank 0, and gone again if nothing was written there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
+from pathlib import Path
+
+from .checkpoint.agree import on_rank_0
+from .config import Config
+from .topology import Axis
+
+
+@contextmanager
+def claimed(config: Config, model: str, world: Axis) -> Iterator[Path]:
+    """The run's folder `run_root/name`, the same path on every rank. Collective.
+
+    Without `name` it is called after `model` and the time; `-2`, `-3` are added where another job
+    took that name in the same second. The folder is removed if it is left empty, by an error that
+    came before the first file.
+
+    Raises:
+        ValueError: the run exists and `checkpoint.resume` is never, or the path to resume from
+            does not exist; on every rank.
+    """
+    folder, fresh = on_rank_0(world, lambda: _claim(config, model))
+    try:
+        yield folder
+    finally:
+        if fresh and world.rank == 0:
+            with suppress(OSError):  # not empty: the run has begun
+                folder.rmdir()
+
+
+def _claim(config: Config, model: str) -> tuple[Path, bool]:
+    root, resume = Path(config.run_root), config.checkpoint.resume
+    if resume not in ("never", "auto") and not Path(resume).exists():
+        raise ValueError(
+            f"checkpoint.resume = {resume!r} does not exist: it is never, auto, or the path of a "
+            f"checkpoint, such as {root}/NAME/checkpoints/step-00000100"
+        )
+    root.mkdir(parents=True, exist_ok=True)
+    if config.name is None:
+        return _make_new(root, f"{model}-{time.strftime('%Y%m%d-%H%M%S')}"), True
+    folder = root / config.name
+    try:
+        folder.mkdir()  # atomic: of two jobs with one name the second is told
+    except FileExistsError:
+        if resume == "never":
+            raise ValueError(
+                f"name = {config.name!r}: the run {folder} exists already: "
+                f"checkpoint.resume=auto continues it, another name= starts a new one"
+            ) from None
+        return folder, False
+    return folder, True
+
+
+def _make_new(root: Path, name: str) -> Path:
+    for number in count(1):
+        folder = root / (name if number == 1 else f"{name}-{number}")
+        with suppress(FileExistsError):
+            folder.mkdir()
+            return folder
+    raise AssertionError("unreachable: count does not end")

@@ -1,0 +1,68 @@
+"""Train a language model, or any nn.Sequential, under any layout.
+
+    torchrun --nproc-per-node 8 recipes/pretrain.py model=gpt_tiny topology.pp=2 topology.tp=2
+
+Keys and their defaults: conf/pretrain.yaml. SIGINT, SIGTERM and SIGUSR1 end the run at the next
+step border, saved, with exit code 0; SIGUSR1 also makes the file that PARALLEL3D_REQUEUE names.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from parallel3d.config import Config, read, settle
+from parallel3d.data import prepare
+from parallel3d.entry import command, start
+from parallel3d.launch import Launch
+from parallel3d.log.login import check_wandb
+from parallel3d.run_folder import claimed
+from parallel3d.signals import Stop
+from parallel3d.topology import Grid, Topology
+from parallel3d.train import train
+
+
+def main(cfg: DictConfig) -> None:
+    """Check, then train. Errors until the first step leave no run folder."""
+    hydra = HydraConfig.get()
+    launch = Launch.from_environment(os.environ)
+    config = read(cfg, hydra.overrides.task)
+    degrees = config.topology
+    grid = Grid.infer(launch.world_size, degrees.pp, degrees.dp, degrees.tp)
+    config = settle(config, grid.pp, grid.dp, grid.tp)
+    check_wandb(config.log.wandb.mode)
+    with (
+        Topology.init(grid.pp, grid.dp, grid.tp, timeout=config.train.timeout) as topology,
+        Stop() as stop,
+        claimed(config, hydra.runtime.choices.model, topology.world) as folder,
+    ):
+        prepare_stdlib(config, hydra.runtime.choices.data)
+        train(replace(config, name=folder.name), topology, folder, stop)
+    if stop.requested:
+        finish_stopped(stop, launch, folder)
+
+
+def prepare_stdlib(config: Config, choice: str) -> None:
+    """Make the corpus `data=stdlib` where it is absent; a mistyped path makes nothing."""
+    path = Path(config.data.path or "")
+    if choice == path.name == "stdlib" and not path.exists():
+        prepare("stdlib", "bytes", path)
+
+
+def finish_stopped(stop: Stop, launch: Launch, folder: Path) -> None:
+    """Say how to go on, leave the marker for the job script, and end a sweep here."""
+    if launch.rank == 0:
+        resume = command(launch, f"name={folder.name}", "checkpoint.resume=auto")
+        print(f"stopped and saved; to continue:\n  {resume}", flush=True)
+        marker = os.environ.get("PARALLEL3D_REQUEUE")
+        if marker and stop.requeue:
+            Path(marker).touch()
+    raise SystemExit(0)
+
+
+if __name__ == "__main__":
+    start(main, Path(__file__).parent.parent / "conf", "pretrain")
