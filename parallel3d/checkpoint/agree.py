@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from ..comm.collectives import all_gather_objects
+from ..comm.collectives import all_gather_objects, broadcast_object
 from ..topology import Axis
 
 T = TypeVar("T")
@@ -35,6 +35,13 @@ def agree(world: Axis, work: Callable[[], T]) -> T:
         kind = ValueError if is_value_error else RuntimeError
         raise kind(f"rank {world.ranks[rank]}: {text}") from error
     return result  # type: ignore[return-value]
+
+
+def on_rank_0(world: Axis, work: Callable[[], T]) -> T:
+    """Run ``work`` on rank 0 alone; every rank returns its result, or raises its error."""
+    mine = agree(world, lambda: work() if world.rank == 0 else None)
+    result: T = broadcast_object(mine, world)
+    return result
 
 
 def _text(error: Exception) -> str:

@@ -10,6 +10,7 @@ from ..comm.collectives import all_gather_objects
 from ..topology import Axis
 from .files import Files
 from .manifest import Manifest
+from .names import settled
 
 
 class Checksums:
@@ -40,9 +41,11 @@ def damage(folder: Path, manifest: Manifest, world: Axis, files: Files) -> str |
 
     Moves   one small message per rank.
     """
-    found = wrong_size(folder, manifest, files)
-    if found is None:
-        found = _wrong_block(folder, manifest, world, files)
+    folder = settled(folder)
+    try:
+        found = wrong_size(folder, manifest, files) or _wrong_block(folder, manifest, world, files)
+    except OSError as error:
+        found = f"{folder} cannot be read ({error})"
     return next((text for text in all_gather_objects(found, world) if text), None)
 
 

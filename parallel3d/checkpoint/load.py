@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..comm.collectives import all_gather_objects, broadcast_object
+from ..comm.collectives import all_gather_objects
 from ..placement import Rectangle
 from ..topology import Axis
-from .agree import agree
+from .agree import agree, on_rank_0
 from .cover import meetings
 from .damage import damage, wrong_size
 from .files import LOCAL, Files
@@ -66,7 +66,7 @@ def load(
     Raises on every rank before anything is filled: ValueError that lists the differences,
     RuntimeError that names a missing, truncated or corrupt file.
     """
-    folder, manifest = open_checkpoint(folder, world, files)
+    folder, manifest = on_rank_0(world, lambda: _open(folder, files))
     found = _compare(manifest, fragments, world)
     _settle(folder, found._replace(dtypes=[]) if convert else found, strict, world)
     if lost := _unsound(folder, manifest, world, files, verify):
@@ -79,14 +79,8 @@ def differences(
     folder: Path, fragments: Sequence[Fragment], world: Axis, files: Files = LOCAL
 ) -> Differences:
     """What ``load`` would complain about. Collective; reads the manifest only."""
-    return _compare(open_checkpoint(folder, world, files)[1], fragments, world)
-
-
-def open_checkpoint(folder: Path, world: Axis, files: Files) -> tuple[Path, Manifest]:
-    """Where the checkpoint is, and its manifest, read by rank 0. Collective."""
-    mine = agree(world, lambda: _open(folder, files) if world.rank == 0 else None)
-    found: tuple[Path, Manifest] = broadcast_object(mine, world)
-    return found
+    _, manifest = on_rank_0(world, lambda: _open(folder, files))
+    return _compare(manifest, fragments, world)
 
 
 def _open(folder: Path, files: Files) -> tuple[Path, Manifest]:

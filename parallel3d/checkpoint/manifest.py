@@ -22,6 +22,7 @@ from ..placement import Rectangle, view_2d
 from .cover import covers_once
 from .files import Files
 from .fragment import DTYPES, check_inside
+from .names import settled
 
 NAME = "manifest.json"
 FORMAT = {"format": "parallel3d", "version": 1}
@@ -144,13 +145,14 @@ class Manifest:
 
 def read_manifest(folder: Path, files: Files) -> Manifest:
     """The manifest of a checkpoint; RuntimeError where there is none or it is damaged."""
+    folder = settled(folder)
     path = folder / NAME
     if files.size(path) is None:
         found = f"has no {NAME}: its save never ended" if folder.is_dir() else "does not exist"
         raise RuntimeError(f"checkpoint {folder} {found}")
     try:
         return Manifest.from_json(files.read(path).decode())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise RuntimeError(f"{path} is damaged ({type(error).__name__}: {error})") from error
 
 
@@ -175,7 +177,7 @@ def _check_plain(value: Any, where: str) -> None:
 
 
 def _dump(body: dict[str, Any]) -> str:
-    return json.dumps(body, sort_keys=True, allow_nan=False, separators=(",", ":"))
+    return json.dumps(body, allow_nan=False, separators=(",", ":"))
 
 
 def _refuse(constant: str) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from ..comm.collectives import broadcast_object
 from ..topology import Axis
-from .agree import agree
+from .agree import on_rank_0
 from .damage import damage, wrong_size
 from .files import LOCAL, Files
 from .manifest import Manifest, read_manifest
-from .names import discard, settled
+from .names import discard
 
 NAME = re.compile(r"(step-(\d{8,}))(?:\.(tmp|old)-\w+)?")
 
@@ -45,7 +45,7 @@ def latest_valid(folder: Path, world: Axis, files: Files = LOCAL) -> Path | None
     """
     skipped: list[str] = []
     for checkpoint in reversed(broadcast_object(list_checkpoints(folder), world)):
-        problem = _problem(settled(checkpoint), world, files)
+        problem = _problem(checkpoint, world, files)
         if problem is None:
             if skipped and world.rank == 0:
                 warnings.warn(f"{'; '.join(skipped)}; taking {checkpoint}", stacklevel=2)
@@ -68,7 +68,7 @@ def prune(folder: Path, keep: int, world: Axis, *, best: bool = True, files: Fil
     """
     if keep < 1:
         raise ValueError(f"checkpoint.keep = {keep} must be at least 1")
-    agree(world, lambda: _prune(folder, keep, best, files) if world.rank == 0 else None)
+    on_rank_0(world, lambda: _prune(folder, keep, best, files))
 
 
 def _entries(folder: Path) -> list[tuple[str, Path, str | None]]:
@@ -97,10 +97,12 @@ def _prune(folder: Path, keep: int, best: bool, files: Files) -> None:
             files.remove_folder(path)
         elif kind == "old" and (folder / name).exists():
             discard(path, files)
+        elif kind == "old":
+            files.rename(path, folder / name)
     complete = {
         checkpoint: manifest.meta
         for checkpoint in list_checkpoints(folder)
-        if (manifest := _complete(settled(checkpoint), files)) is not None
+        if (manifest := _complete(checkpoint, files)) is not None
     }
     kept = set(list(complete)[-keep:])
     losses = [
@@ -111,7 +113,7 @@ def _prune(folder: Path, keep: int, best: bool, files: Files) -> None:
     if best and losses:
         kept.add(min(losses)[-1])
     for checkpoint in complete.keys() - kept:
-        discard(settled(checkpoint), files)
+        discard(checkpoint, files)
 
 
 def _complete(checkpoint: Path, files: Files) -> Manifest | None:

@@ -12,7 +12,7 @@ import torch
 
 from ..comm.collectives import all_gather_objects, broadcast_object
 from ..topology import Axis
-from .agree import agree
+from .agree import agree, on_rank_0
 from .damage import Checksums, wrong_size
 from .files import LOCAL, Files
 from .fragment import Fragment
@@ -52,10 +52,10 @@ def save(
     """
     temporary = beside(folder, "tmp", broadcast_object(secrets.token_hex(4), world))
     try:
-        agree(world, lambda: _begin(folder, temporary, meta, world, files))
+        on_rank_0(world, lambda: _begin(folder, temporary, meta, files))
         part = agree(world, lambda: _write_part(temporary, fragments, block_bytes, world, files))
         parts = all_gather_objects(part, world)
-        agree(world, lambda: _publish(folder, temporary, parts, meta, block_bytes, world, files))
+        on_rank_0(world, lambda: _publish(folder, temporary, parts, meta, block_bytes, files))
     except Exception:
         if world.rank == 0 and temporary.exists():
             with suppress(OSError):  # the next save removes it
@@ -63,9 +63,7 @@ def save(
         raise
 
 
-def _begin(folder: Path, temporary: Path, meta: dict[str, Any], world: Axis, files: Files) -> None:
-    if world.rank:
-        return
+def _begin(folder: Path, temporary: Path, meta: dict[str, Any], files: Files) -> None:
     check_meta(meta)
     for stale in siblings(folder, "tmp"):
         files.remove_folder(stale)
@@ -115,11 +113,8 @@ def _publish(
     parts: list[Part],
     meta: dict[str, Any],
     block_bytes: int,
-    world: Axis,
     files: Files,
 ) -> None:
-    if world.rank:
-        return
     manifest = _manifest(parts, meta, block_bytes)
     if lost := wrong_size(temporary, manifest, files):
         raise RuntimeError(f"{lost}: a checkpoint needs a folder that all ranks share")
