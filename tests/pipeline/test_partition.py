@@ -1,0 +1,112 @@
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parallel3d.pipeline.partition import partition
+
+
+def _sizes(stages: list[tuple[int, int]]) -> list[int]:
+    return [stop - start for start, stop in stages]
+
+
+def _sums(costs: list[int], stages: list[tuple[int, int]]) -> list[int]:
+    return [sum(costs[start:stop]) for start, stop in stages]
+
+
+@pytest.mark.report("pytorch/torchtitan#963")
+def test_no_unit_is_lost_when_units_do_not_divide_by_stages() -> None:
+    assert _sizes(partition([1] * 7, 3)) == [3, 2, 2]
+    for num_units in range(1, 10):
+        for num_stages in range(1, min(4, num_units) + 1):
+            for method in ("uniform", "parameters"):
+                stages = partition([5] * num_units, num_stages, method)
+                units = [unit for start, stop in stages for unit in range(start, stop)]
+                assert units == list(range(num_units))
+                assert max(_sizes(stages)) - min(_sizes(stages)) <= 1
+
+
+@pytest.mark.report("deepspeedai/DeepSpeed#5078")
+@pytest.mark.parametrize("method", ["uniform", "parameters"])
+def test_every_stage_has_a_weighted_unit(method: str) -> None:
+    costs = [0] * 3 + [7] * 26 + [0] * 2
+    stages = partition(costs, 10, method)
+    assert [start for start, _ in stages] == [0, *[stop for _, stop in stages[:-1]]]
+    assert stages[-1][1] == 31
+    assert set(_sums(costs, stages)) == {14, 21}
+
+
+@pytest.mark.report("deepspeedai/DeepSpeed#5078")
+@pytest.mark.parametrize("method", ["uniform", "parameters", [1, 2]])
+def test_fewer_units_than_stages_are_refused_with_both_numbers(method: str | list[int]) -> None:
+    with pytest.raises(ValueError, match=r"the model has 2 units, too few for 3 stages"):
+        partition([4, 4], 3, method)
+
+
+@given(
+    costs=st.lists(st.integers(0, 9), min_size=1, max_size=9),
+    num_stages=st.integers(1, 5),
+)
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_parameters_finds_the_least_maximum_of_all_cuts(costs: list[int], num_stages: int) -> None:
+    if len(costs) < num_stages:
+        return
+    stages = partition(costs, num_stages)
+    assert len(stages) == num_stages
+    assert all(stop > start for start, stop in stages)
+    every = [
+        _sums(costs, list(pairwise([0, *cuts, len(costs)])))
+        for cuts in combinations(range(1, len(costs)), num_stages - 1)
+    ]
+    if sum(cost > 0 for cost in costs) >= num_stages:
+        every = [sums for sums in every if min(sums) > 0]
+        assert min(_sums(costs, stages)) > 0
+    assert _unevenness(_sums(costs, stages)) == min(map(_unevenness, every))
+
+
+def _unevenness(sums: list[int]) -> tuple[int, int]:
+    return max(sums), sum(cost * cost for cost in sums)
+
+
+def test_parameters_gives_heavy_ends_fewer_units_and_uniform_does_not() -> None:
+    costs = [6, 1, 1, 1, 1, 1, 1, 6]
+    assert _sizes(partition(costs, 4)) == [1, 3, 3, 1]
+    assert _sizes(partition(costs, 4, "uniform")) == [2, 2, 2, 2]
+
+
+def test_a_weightless_unit_stays_with_the_weighted_one_before_it() -> None:
+    linear_relu = [8, 0, 8, 0, 8, 0, 8, 0]
+    assert partition(linear_relu, 2) == [(0, 4), (4, 8)]
+    assert partition([0, *linear_relu], 4) == [(0, 3), (3, 5), (5, 7), (7, 9)]
+
+
+def test_more_stages_than_weighted_units_still_leave_none_empty() -> None:
+    assert partition([1, 0, 0], 3) == [(0, 1), (1, 2), (2, 3)]
+    assert _sizes(partition([0, 0, 0, 0], 2)) in ([3, 1], [2, 2], [1, 3])
+
+
+def test_costs_may_be_floats() -> None:
+    assert partition([0.1] * 6 + [0.3], 3) == [(0, 3), (3, 6), (6, 7)]
+
+
+def test_a_list_is_the_first_unit_of_each_stage_but_the_first() -> None:
+    assert partition([1] * 8, 3, [2, 3]) == [(0, 2), (2, 3), (3, 8)]
+    assert partition([1] * 8, 1, []) == [(0, 8)]
+
+
+@pytest.mark.parametrize("cuts", [[2], [3, 2], [2, 2], [0, 4], [4, 8], [-1, 4], [1, 2, 3]])
+def test_cuts_that_leave_a_stage_empty_or_miss_one_are_refused(cuts: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"for 3 stages of 8 units: give 2 ascending numbers"):
+        partition([1] * 8, 3, cuts)
+
+
+def test_unknown_methods_stages_and_costs_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"'even' is not a way to cut: .* uniform, parameters"):
+        partition([1, 1], 2, "even")
+    with pytest.raises(ValueError, match=r"'flops' is not built yet: .* uniform, parameters"):
+        partition([1, 1], 2, "flops")
+    with pytest.raises(ValueError, match="0 stages"):
+        partition([1, 1], 0)
+    with pytest.raises(ValueError, match="a unit costs -1"):
+        partition([1, -1], 2)

@@ -1,0 +1,120 @@
+import pytest
+
+from parallel3d.pipeline.actions import parse
+from parallel3d.pipeline.passes import lower
+from parallel3d.pipeline.schedules import build
+from parallel3d.pipeline.simulate import simulate
+
+SIZES = ((4, 8), (8, 16), (8, 32))
+GOLDEN = [  # makespan and bubble for each of SIZES, and the peak on rank 0 for p = 8, m = 32
+    ("gpipe", 1, [(33, 9), (69, 21), (117, 21)], 32),
+    ("1f1b", 1, [(33, 9), (69, 21), (117, 21)], 8),
+    ("interleaved", 2, [(28.5, 4.5), (58.5, 10.5), (106.5, 10.5)], 11.5),
+    ("interleaved", 4, [(26.25, 2.25), (53.25, 5.25), (101.25, 5.25)], 9.75),
+    ("looped-bfs", 2, [(28.5, 4.5), (58.5, 10.5), (106.5, 10.5)], 32),
+    ("zb-h1", 1, [(27, 3), (55, 7), (103, 7)], 8),
+    ("zbv", 2, [(25.5, 1.5), (51.5, 3.5), (99.5, 3.5)], 8),
+]
+
+
+@pytest.mark.parametrize("is_lowered", [False, True])
+@pytest.mark.parametrize(("name", "v", "times", "peak"), GOLDEN)
+def test_makespan_bubble_and_peak_are_the_papers(
+    name: str, v: int, times: list[tuple[float, float]], peak: float, is_lowered: bool
+) -> None:
+    for (p, m), (makespan, bubble) in zip(SIZES, times, strict=True):
+        schedule = build(name, p, m, v)
+        timeline = simulate(lower(schedule) if is_lowered else schedule.program)
+        assert timeline.makespan == pytest.approx(makespan)
+        assert timeline.idle == pytest.approx([bubble] * p)
+        assert timeline.bubble == pytest.approx(bubble)
+    assert timeline.peaks[0] == timeline.peak == peak
+
+
+@pytest.mark.parametrize("is_lowered", [False, True])
+@pytest.mark.parametrize(
+    ("name", "makespan"), [("1f1b", 120.4), ("interleaved", 108), ("zb-h1", 107.2), ("zbv", 101.85)]
+)
+def test_unequal_times_and_slow_messages_give_the_known_makespans(
+    name: str, makespan: float, is_lowered: bool
+) -> None:
+    schedule = build(name, 8, 32)
+    program = lower(schedule) if is_lowered else schedule.program
+    assert simulate(program, f=1.0, i=1.2, w=0.8, comm=0.05).makespan == pytest.approx(makespan)
+
+
+def test_zb_h1_keeps_p_activations_on_every_rank() -> None:
+    assert simulate(build("zb-h1", 8, 32).program).peaks == [8.0] * 8
+    assert simulate(build("zbv", 8, 32).program).peaks == [8.0] * 8
+
+
+def test_a_sequence_gives_each_stage_its_own_time() -> None:
+    program = build("gpipe", 2, 2).program
+    timeline = simulate(program, f=[1, 3], i=0, w=0)
+    assert [span[1:] for span in timeline.spans[1][:2]] == [(1, 4), (4, 7)]
+    assert timeline.idle == [5, 1]
+    assert timeline.bubble == 5
+    with pytest.raises(ValueError, match="3 times for 2 stages"):
+        simulate(program, f=[1, 3, 1])
+
+
+def test_a_message_late_in_its_channel_delays_its_reader_and_not_its_sender() -> None:
+    program = parse("0F0 0SEND_F0 0F1 0SEND_F1\n1RECV_F0 1RECV_F1 1F0 1F1")
+    timeline = simulate(program, comm=5)
+    assert [span[1:] for span in timeline.spans[0]] == [(0, 1), (1, 2)]
+    assert [span[1:] for span in timeline.spans[1]] == [(6, 7), (11, 12)]  # one after the other
+
+
+@pytest.mark.report("NVIDIA/nccl#479")
+@pytest.mark.report("pytorch/pytorch#172668")
+def test_neighbours_that_both_send_first_are_refused_and_named() -> None:
+    program = parse(
+        """
+        0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1
+        1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1
+        """
+    )
+    with pytest.raises(ValueError, match="program cannot finish") as error:
+        simulate(program)
+    assert str(error.value).splitlines() == [
+        "program cannot finish: rank 0 at 0SEND_F1 waits for 1RECV_F1,"
+        " rank 1 at 1SEND_B0 waits for 0RECV_B0",
+        "  rank 0: 0F0 0SEND_F0 0F1 >>> 0SEND_F1",
+        "  rank 1: 1RECV_F0 1F0 1B0 >>> 1SEND_B0",
+    ]
+
+
+def test_a_circle_of_computes_is_named_without_the_ranks_that_only_wait_for_it() -> None:
+    program = parse("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1\n2F0 2F1 2B0 2B1")
+    circle = "rank 1 at 1B0 waits for 2B0, rank 2 at 2F1 waits for 1F1\n"
+    with pytest.raises(ValueError, match=f"^program cannot finish: {circle}"):
+        simulate(program)
+    alone = parse("0B0 0F0\n1F0 1B0")
+    with pytest.raises(ValueError, match=r"cannot finish: rank 0 at 0B0 waits for 0F0\n"):
+        simulate(alone)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0 0F0 0B0", "0F0 is on rank 0 and again on rank 0"),
+        ("0F0\n0B0", "put all actions of a stage on one rank"),
+        ("0F0 0B0\n2F0 2B0", r"the stages are \[0, 2\]"),
+        ("0F0 0F1 0B0", "the program has no 0B1 or 0I1"),
+        ("0F0 0F1 0I0 0W0 0I1", "the program has no 0B1 or 0W1"),
+        ("0F1 0F0 0B0 0B1", "rank 0 runs 0F1 before 0F0: the microbatches of a stage must ascend"),
+        ("0F0 0F1 0B1 0B0", "rank 0 runs 0B1 before 0B0"),
+        ("0F0 0F1 0I0 0I1 0W1 0W0", "rank 0 runs 0W1 before 0W0"),
+        ("0F0 0SEND_F0\n1F0", "0SEND_F0 on rank 0 needs 1RECV_F0, which is on no rank"),
+        ("0F0\n1RECV_F0 1F0", "1RECV_F0 on rank 1 needs 0SEND_F0, which is on no rank"),
+        ("0F0 0SEND_F0 1RECV_F0 1F0", "rank 0 sends to itself for 1RECV_F0"),
+    ],
+)
+def test_a_malformed_program_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        simulate(parse(text))
+
+
+def test_an_empty_program_takes_no_time() -> None:
+    timeline = simulate([])
+    assert (timeline.makespan, timeline.bubble, timeline.peak) == (0, 0, 0)
