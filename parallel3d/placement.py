@@ -73,10 +73,14 @@ class Rectangle(NamedTuple):
 
 
 def placements(module: nn.Module) -> dict[str, Placement]:
-    """The placement of every parameter by name; plain modules replicate theirs."""
+    """The placement of every parameter by name; plain modules replicate theirs.
+
+    A parallel layer says how its own lie, by ``placements()``, unless its ``axis`` has size 1.
+    """
     found: dict[str, Placement] = {}
     for prefix, child in module.named_modules(remove_duplicate=False):
-        declared = child.placements() if hasattr(child, "placements") else {}
+        is_cut = hasattr(child, "placements") and child.axis.size > 1
+        declared = child.placements() if is_cut else {}
         for name in child._parameters:
             full = f"{prefix}.{name}" if prefix else name
             found[full] = declared.get(name, Replicate())

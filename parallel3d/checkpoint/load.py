@@ -83,6 +83,12 @@ def differences(
     return _compare(manifest, fragments, world)
 
 
+def read_meta(folder: Path, world: Axis, files: Files = LOCAL) -> dict[str, Any]:
+    """The ``meta`` a checkpoint was saved with, on every rank. Collective."""
+    _, manifest = on_rank_0(world, lambda: _open(folder, files))
+    return manifest.meta
+
+
 def _open(folder: Path, files: Files) -> tuple[Path, Manifest]:
     folder = settled(folder)
     try:

@@ -131,6 +131,15 @@ def all_gather_objects(obj: Any, axis: Axis) -> list[Any]:
     return gathered
 
 
+def gather_objects(obj: Any, axis: Axis) -> list[Any]:
+    """One Python object of each rank, in rank order, on rank 0 of the axis; elsewhere []."""
+    if axis.size == 1:
+        return [obj]
+    gathered = [None] * axis.size if axis.rank == 0 else None
+    dist.gather_object(obj, gathered, axis.ranks[0], group=axis.group)
+    return gathered or []
+
+
 def barrier(axis: Axis) -> None:
     """Wait until every rank of the axis is here."""
     if axis.size > 1:

@@ -1,0 +1,207 @@
+"""From the engine's arguments to the parts that it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..comm.ledger import Ledger
+from ..comm.p2p import Edge, open_channels
+from ..optim.norm import NormSlots
+from ..optim.optimizer import Options as Group
+from ..optim.optimizer import ShardedOptimizer
+from ..pipeline.border import Border
+from ..pipeline.criterion import LossFn, SumLoss, as_sum, default_num_items
+from ..pipeline.partition import partition
+from ..pipeline.runtime import Interpreter
+from ..pipeline.stage import Stage, Unit
+from ..topology import Topology
+from ..zero.flat import Flat, Held
+from ..zero.shards import Shards
+from .model import Facts, check_batch_norm, facts_of, give_values, separate_ties, units_of
+from .programs import Programs
+
+
+@dataclass
+class Options:
+    """The engine's arguments, as ``Engine`` documents them."""
+
+    loss_fn: LossFn
+    optimizer: Callable[..., torch.optim.Optimizer]
+    num_items: Callable[[Any], Tensor | int] | None = None
+    param_groups: Callable[[str, nn.Parameter], Group] | None = None
+    lr_schedule: Callable[[int], float] | None = None
+    schedule: str = "1f1b"
+    num_microbatches: int = 1
+    num_chunks: int | None = None
+    partition: str | Sequence[int] = "parameters"
+    zero: int = 1
+    precision: str = "fp32"
+    recompute: str = "none"
+    init: Callable[[str, Tensor], object] | None = None
+    compile: bool = False
+    timeout: float = 600.0
+    seed: int = 0
+
+
+@dataclass
+class Parts:
+    """What the engine runs on this rank. ``facts`` are those of the whole model."""
+
+    topology: Topology
+    facts: dict[str, Facts]
+    cuts: list[tuple[int, int]]
+    stages: dict[int, Stage]
+    interpreter: Interpreter
+    programs: Programs
+    shards: Shards
+    slots: NormSlots
+    optimizer: ShardedOptimizer
+    criterion: SumLoss
+    num_items: Callable[[Any], Tensor | int]
+    ledger: Ledger
+
+    @property
+    def units(self) -> list[Unit]:
+        """This rank's units, in model order."""
+        return [unit for index in sorted(self.stages) for unit in self.stages[index].units]
+
+
+def assemble(model: nn.Module, topology: Topology, options: Options) -> Parts:
+    """Cut the model, give it values, and connect the parts. Collective over the world.
+
+    Whatever can be refused is refused on every rank before anything is sent.
+    """
+    units = units_of(model)
+    check_batch_norm(units, topology.dp.size, options.num_microbatches)
+    loss_fn = as_sum(options.loss_fn)
+    num_items = options.num_items or default_num_items(options.loss_fn)
+    programs = Programs(options.schedule, topology.pp, options.num_chunks, options.num_microbatches)
+    facts = facts_of(units)
+    cuts = partition(_costs(units, facts), programs.num_stages, options.partition)
+    _refuse_far_ties(facts, cuts)
+    groups, group_of = _groups(units, facts, options.param_groups)
+    ledger = Ledger()
+    ledger.attach(topology.pp, topology.dp, topology.tp)
+
+    separate_ties(units, facts)
+    home = programs.rank_of_stage
+    mine = {s: units[slice(*cuts[s])] for s in range(len(cuts)) if home[s] == topology.pp.rank}
+    local = [unit for stage in sorted(mine) for unit in mine[stage]]
+    give_values(local, facts, topology, options.precision, options.seed, options.init)
+    if options.compile:
+        for unit in local:
+            unit.module.compile()
+    shards = Shards(_flats(local, facts, group_of, topology, options.zero), topology.dp, options.zero)
+    stages = {
+        index: Stage(
+            index,
+            units,
+            recompute=options.recompute == "full",
+            before=shards.before,
+            after=shards.reduce,
+            check=shards.check,
+        )
+        for index, units in mine.items()
+    }
+    borders = _borders(topology, home, options.timeout)
+    owners = [fact for fact in facts.values() if fact.name == fact.owner and fact.trained]
+    placed = {fact.index: fact.placement for fact in owners}
+    return Parts(
+        topology,
+        facts,
+        cuts,
+        stages,
+        Interpreter(stages, len(home), borders, topology.describe()),
+        programs,
+        shards,
+        NormSlots(placed, topology.tp, topology.dp),
+        ShardedOptimizer(options.optimizer, shards.trained(), groups, options.lr_schedule),
+        SumLoss(loss_fn),
+        num_items,
+        ledger,
+    )
+
+
+def _costs(units: list[Unit], facts: dict[str, Facts]) -> list[float]:
+    """Parameters of each unit in the whole model, a tied one at each of its uses."""
+    costs = [0.0] * len(units)
+    for fact in facts.values():
+        costs[fact.unit] += torch.Size(fact.shape).numel()
+    return costs
+
+
+def _refuse_far_ties(facts: dict[str, Facts], cuts: list[tuple[int, int]]) -> None:
+    stage_of = {unit: s for s, (start, stop) in enumerate(cuts) for unit in range(start, stop)}
+    for fact in facts.values():
+        here, there = stage_of[fact.unit], stage_of[facts[fact.owner].unit]
+        if here != there:
+            raise ValueError(
+                f"{fact.name} is tied to {fact.owner}, which lies in stage {there} and it in stage "
+                f"{here}: a tie across stages is not built yet; use topology.pp=1 with 1 chunk, "
+                f"pipeline.partition with both in one stage, or an untied model"
+            )
+
+
+def _groups(
+    units: list[Unit], facts: dict[str, Facts], choose: Callable[[str, nn.Parameter], Group] | None
+) -> tuple[list[Group], dict[str, int]]:
+    """Optimizer groups of the whole model, and each owner's group; the same on every rank."""
+    groups: list[Group] = []
+    group_of: dict[str, int] = {}
+    for unit in units:
+        for path, parameter in unit.module.named_parameters(remove_duplicate=False):
+            fact = facts[f"{unit.name}.{path}"]
+            if fact.name == fact.owner and fact.trained:
+                options = choose(fact.name, parameter) if choose else {}
+                if options not in groups:
+                    groups.append(options)
+                group_of[fact.name] = groups.index(options)
+    return groups, group_of
+
+
+def _flats(
+    units: list[Unit],
+    facts: dict[str, Facts],
+    group_of: dict[str, int],
+    topology: Topology,
+    zero: int,
+) -> dict[int, list[Flat]]:
+    """Flat buffers by unit: one per dtype, and one for each tied parameter and each of its uses."""
+    tied = {fact.owner for fact in facts.values() if fact.unit != facts[fact.owner].unit}
+    first: dict[str, Flat] = {}
+    flats: dict[int, list[Flat]] = {}
+    for unit in units:
+        buckets: dict[Any, list[Held]] = {}
+        for path, parameter in unit.module.named_parameters():
+            fact = facts[f"{unit.name}.{path}"]
+            if parameter.requires_grad:
+                held = Held(
+                    fact.name, parameter, fact.placement, fact.index, group_of[fact.owner]
+                )
+                key = fact.owner if fact.owner in tied else parameter.dtype
+                buckets.setdefault(key, []).append(held)
+        for key, bucket in buckets.items():
+            flat = Flat(
+                bucket, topology.dp, topology.device, whole=zero == 0, of=first.get(key)
+            )
+            if key in tied:
+                first.setdefault(key, flat)
+            flats.setdefault(unit.index, []).append(flat)
+    return flats
+
+
+def _borders(topology: Topology, home: list[int], timeout: float) -> dict[int, Border]:
+    """The borders that this rank shares with another, over channels that all ranks open together."""
+    far = {s: (home[s - 1], home[s]) for s in range(1, len(home)) if home[s - 1] != home[s]}
+    edges = {s: (Edge(a, b, "activations"), Edge(b, a, "gradients")) for s, (a, b) in far.items()}
+    channels = open_channels(topology, (edge for pair in edges.values() for edge in pair), timeout)
+    return {
+        s: Border(s, channels[forth], channels[back], topology.device)
+        for s, (forth, back) in edges.items()
+        if topology.pp.rank in far[s]
+    }

@@ -1,0 +1,171 @@
+"""The engine's state as fragments of whole tensors, which any layout can take its part of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..checkpoint.fragment import Fragment
+from ..checkpoint.load import load, read_meta
+from ..checkpoint.save import save
+from ..comm.collectives import all_gather_objects, gather_objects
+from ..optim.optimizer import is_elementwise_state
+from ..placement import Replicate, rectangles
+from ..placement import assemble as join
+from ..zero.flat import Flat
+from .parts import Parts
+
+
+def save_state(parts: Parts, folder: Path, meta: dict[str, Any]) -> None:
+    """Write weights, optimizer state and buffers; each element by one rank."""
+    parts.shards.settle()
+    names, scalars = _state_names(parts)
+    fragments = [*_weights(parts, saving=True), *_rest(parts, saving=True)]
+    for name in names:
+        fragments += _optimizer_state(parts, name, saving=True)
+    optimizer = {"updates": parts.optimizer.updates, "states": names, "scalars": scalars}
+    save(folder, fragments, {**meta, "optimizer": optimizer}, parts.topology.world)
+
+
+def load_state(parts: Parts, folder: Path) -> dict[str, Any]:
+    """Fill this rank's part of everything; returns the meta."""
+    parts.shards.settle()
+    saved = read_meta(folder, parts.topology.world)["optimizer"]
+    if saved["states"] or saved["scalars"]:
+        _prime(parts)
+    fragments = [*_weights(parts, saving=False), *_rest(parts, saving=False)]
+    names, _ = _state_names(parts)
+    for name in names:
+        fragments += _optimizer_state(parts, name, saving=False)
+    meta = load(folder, fragments, parts.topology.world)
+    _set_scalars(parts, saved["scalars"])
+    parts.optimizer.updates = saved["updates"]
+    parts.shards.publish()
+    return meta
+
+
+def whole_state(parts: Parts) -> dict[str, Tensor]:
+    """Whole tensors on rank 0, under every name of the model."""
+    parts.shards.settle()
+    fragments = [*_weights(parts, saving=True), *_rest(parts, saving=True)]
+    whole: dict[str, Tensor] = {}
+    keys = all_gather_objects([fragment.key for fragment in fragments], parts.topology.world)
+    for key in sorted({key for keys_of_rank in keys for key in keys_of_rank}):
+        # One tensor at a time: only rank 0 ever holds more than its own part.
+        mine = [(f.shape, f.rectangles[0], f.data.cpu()) for f in fragments if f.key == key]
+        pieces = [piece for rank in gather_objects(mine, parts.topology.world) for piece in rank]
+        if pieces:
+            (shape, _, first), placed = pieces[0], [piece[1:] for piece in pieces]
+            whole[key.split("/", 1)[1]] = join(shape, first.dtype, placed)
+    if parts.topology.rank > 0:
+        return {}
+    for fact in parts.facts.values():
+        whole[fact.name] = whole[fact.owner]
+    return whole
+
+
+def _weights(parts: Parts, saving: bool) -> list[Fragment]:
+    found = []
+    for flat in parts.shards.trained():
+        low = flat.updated[0]
+        for start, stop in [flat.owned if saving else flat.updated]:
+            found += _cuts(parts, flat, start, stop, "weight", flat.master, low, saving)
+    return found
+
+
+def _optimizer_state(parts: Parts, name: str, saving: bool) -> list[Fragment]:
+    found = []
+    for part in parts.optimizer.parts():
+        value = parts.optimizer.state(part).get(name)
+        if value is None:
+            continue
+        start, stop = part.start, part.stop
+        if saving:
+            start, stop = max(start, part.flat.owned[0]), min(stop, part.flat.owned[1])
+        found += _cuts(parts, part.flat, start, stop, name, value, part.start, saving)
+    return found
+
+
+def _cuts(
+    parts: Parts, flat: Flat, start: int, stop: int, kind: str, data: Tensor, at: int, saving: bool
+) -> list[Fragment]:
+    """Fragments of ``[start, stop)`` of a flat buffer whose element ``at`` is ``data[0]``."""
+    found = []
+    for held, low, high in flat.parts(start, stop):
+        if saving and isinstance(held.placement, Replicate) and parts.topology.tp.rank:
+            continue
+        begin = next(slot.start for slot in flat.slots if slot.held is held)
+        shape = tuple(held.parameter.shape)
+        fact = parts.facts[held.name]
+        for offset, place in rectangles(
+            held.placement, shape, parts.topology.tp, low - begin, high - begin
+        ):
+            first = low + offset - at
+            piece = data[first : first + place.area]
+            found.append(Fragment(f"{kind}/{held.name}", fact.shape, [place], piece))
+    return found
+
+
+def _rest(parts: Parts, saving: bool) -> list[Fragment]:
+    """Frozen parameters and persistent buffers, by the first rank that has them."""
+    topology, found = parts.topology, []
+    for unit in parts.units:
+        trained = {path for path, p in unit.module.named_parameters() if p.requires_grad}
+        for path, tensor in unit.module.state_dict(keep_vars=True).items():
+            name = f"{unit.name}.{path}"
+            fact = parts.facts.get(name)
+            if path in trained or (fact is not None and (fact.trained or fact.owner != name)):
+                continue
+            data = tensor.detach()
+            placement = fact.placement if fact else Replicate()
+            replicated = isinstance(placement, Replicate) and topology.tp.rank > 0
+            if saving and (topology.dp.rank > 0 or replicated):
+                continue
+            shape = fact.shape if fact else tuple(data.shape)
+            kind = "frozen" if fact else "buffer"
+            for offset, place in rectangles(
+                placement, tuple(data.shape), topology.tp, 0, data.numel()
+            ):
+                piece = data.view(-1)[offset : offset + place.area]
+                found.append(Fragment(f"{kind}/{name}", shape, [place], piece))
+    return found
+
+
+def _state_names(parts: Parts) -> tuple[list[str], dict[str, dict[str, float]]]:
+    """Names of the elementwise state, and the scalars by parameter name, of all ranks."""
+    names: set[str] = set()
+    scalars: dict[str, dict[str, float]] = {}
+    for part in parts.optimizer.parts():
+        for key, value in parts.optimizer.state(part).items():
+            if is_elementwise_state(value, part):
+                names.add(key)
+            elif value is not None:
+                for held, _, _ in part.flat.parts(part.start, part.stop):
+                    scalars.setdefault(held.name, {})[key] = float(value)
+    for other_names, other_scalars in all_gather_objects((names, scalars), parts.topology.world):
+        names |= other_names
+        scalars |= other_scalars
+    return sorted(names), dict(sorted(scalars.items()))
+
+
+def _set_scalars(parts: Parts, scalars: dict[str, dict[str, float]]) -> None:
+    for part in parts.optimizer.parts():
+        state = parts.optimizer.state(part)
+        held = part.flat.parts(part.start, part.stop)
+        if not held:
+            continue
+        for key, value in scalars.get(held[0][0].name, {}).items():
+            if isinstance(state.get(key), Tensor):
+                state[key].fill_(value)
+            else:
+                state[key] = value
+
+
+def _prime(parts: Parts) -> None:
+    """Make the optimizer allocate its state, by a step on zero gradients; all of it is then loaded."""
+    if parts.optimizer.inner is not None and not parts.optimizer.inner.state:
+        parts.optimizer.inner.step()
+
+

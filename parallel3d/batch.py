@@ -1,0 +1,127 @@
+"""A local batch as microbatches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+
+from .comm.collectives import all_gather_objects
+from .rng import seed_of
+from .topology import Topology
+
+
+@dataclass
+class Batch:
+    """Inputs (None off the first stage) and targets of each microbatch."""
+
+    inputs: list[Any]
+    targets: list[Any]
+
+
+def split(x: Any, target: Any, count: int, training: bool) -> Batch:
+    """Cut a batch along dim 0 into ``count`` microbatches, or take a list as ready ones.
+
+    In evaluation a batch may be smaller than ``count``, and empty: then there are fewer parts.
+    """
+    if isinstance(x, list):
+        if target is not None:
+            raise ValueError("pass either a list of (x, target) microbatches, or x and target")
+        if training and not x:
+            raise ValueError("an empty list of microbatches: a training step needs one or more")
+        return Batch([pair[0] for pair in x], [pair[1] for pair in x])
+    size = _size(target, "target")
+    if x is not None and _size(x, "x") != size:
+        raise ValueError(f"x has {_size(x, 'x')} samples along dim 0, but target has {size}")
+    if training and size < count:
+        raise ValueError(
+            f"a local batch of {size} cannot be cut into num_microbatches = {count}: "
+            f"use a larger batch or num_microbatches={size}"
+        )
+    count = min(count, size)
+    inputs = [None] * count if x is None else _cut(x, count)
+    return Batch(inputs, _cut(target, count))
+
+
+def to_device(batch: Batch, device: torch.device, dtype: torch.dtype, first: bool) -> Batch:
+    """Put a batch on the device, floating inputs in the model's dtype; inputs only if ``first``."""
+
+    def move(tensor: Tensor) -> Tensor:
+        wanted = dtype if tensor.is_floating_point() else tensor.dtype
+        return tensor.to(device, wanted, non_blocking=True)
+
+    inputs = [tree_map_only(Tensor, move, x) if first else None for x in batch.inputs]
+    targets = [tree_map_only(Tensor, _to(device), target) for target in batch.targets]
+    return Batch(inputs, targets)
+
+
+def shapes_of(batch: Batch) -> list[int]:
+    """For each microbatch a number that stands for the shapes and dtypes of its input."""
+    numbers = []
+    for x in batch.inputs:
+        leaves, spec = tree_flatten(x)
+        text = [f"{tuple(t.shape)} {t.dtype}" if isinstance(t, Tensor) else repr(t) for t in leaves]
+        numbers.append(seed_of(str(spec), *text))
+    return numbers
+
+
+def check_same(batch: Batch, topology: Topology) -> None:
+    """Raise ValueError on every rank unless all ranks of each dp index were given the same batch."""
+    mine = _fingerprint(batch)
+    seen = all_gather_objects((topology.dp.rank, len(batch.targets), *mine), topology.world)
+    counts = {count for _, count, _, _ in seen}
+    if len(counts) > 1:
+        raise ValueError(
+            f"ranks were given {', '.join(map(str, sorted(counts)))} microbatches: every dp rank "
+            f"runs the same number"
+        )
+    for what, at in (("x", 2), ("target", 3)):
+        for dp in range(topology.dp.size):
+            prints = {row[at] for row in seen if row[0] == dp and row[at] is not None}
+            if len(prints) > 1:
+                raise ValueError(
+                    f"the ranks of dp index {dp} were given different {what}: all pp and tp ranks "
+                    f"of one dp index must pass the same batch (cut it by topology.dp.rank)"
+                )
+
+
+def _size(tree: Any, what: str) -> int:
+    sizes = {leaf.shape[0] for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.dim()}
+    if len(sizes) != 1:
+        found = ", ".join(map(str, sorted(sizes))) or "none"
+        raise ValueError(f"the tensors of {what} must have one size along dim 0, found {found}")
+    return int(sizes.pop())
+
+
+def _cut(tree: Any, count: int) -> list[Any]:
+    if count == 0:
+        return []
+    parts: list[Any] = []
+    for k in range(count):
+
+        def part(tensor: Tensor, k: int = k) -> Tensor:
+            return torch.tensor_split(tensor, count)[k] if tensor.dim() else tensor
+
+        parts.append(tree_map_only(Tensor, part, tree))
+    return parts
+
+
+def _to(device: torch.device) -> Any:
+    return lambda tensor: tensor.to(device, non_blocking=True)
+
+
+def _fingerprint(batch: Batch) -> tuple[int | None, int]:
+    return (
+        None if any(x is None for x in batch.inputs) else _hash(batch.inputs),
+        _hash(batch.targets),
+    )
+
+
+def _hash(tree: Any) -> int:
+    leaves = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    data = (leaf.detach().cpu().contiguous().view(-1) for leaf in leaves)
+    texts = [bytes(t.view(torch.uint8).numpy().data).hex() if t.numel() else "" for t in data]
+    return seed_of(*texts)

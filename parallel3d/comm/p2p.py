@@ -1,0 +1,105 @@
+"""Messages between neighbouring pipeline ranks: one communicator per direction and purpose.
+
+[Note: communicators] A communicator runs its operations in order, so one that carried both
+directions would make neighbours wait for each other as soon as a receive is posted early. There is
+one per (sending rank, receiving rank, activations or gradients), made by every rank of the world
+in one order and warmed by one message; then the order on each is the program's, which
+``pipeline.simulate`` has checked at both ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..topology import Axis, Topology
+from .ledger import record
+
+
+class Edge(NamedTuple):
+    """A direction between two pipeline ranks, for ``activations`` or ``gradients``."""
+
+    sender: int
+    receiver: int
+    purpose: str
+
+
+class Channel:
+    """One end of an edge. What is sent arrives in order; nothing here waits but ``wait``s.
+
+    ``axis`` is the pipeline axis (for the ledger), ``peer`` the global rank of the other end.
+    """
+
+    def __init__(self, axis: Axis, group: dist.ProcessGroup | None, peer: int, purpose: str) -> None:
+        self.axis, self.group, self.peer, self.purpose = axis, group, peer, purpose
+        self._sent: list[tuple[dist.Work, Tensor]] = []
+
+    def send(self, tensors: Sequence[Tensor]) -> None:
+        """Hand over contiguous tensors; each is kept until it has gone."""
+        self._sent = [(work, tensor) for work, tensor in self._sent if not work.is_completed()]
+        for tensor in tensors:
+            data = _as_real(tensor)
+            record(self.axis, "send", self.purpose, "issue", data.numel() * data.element_size())
+            if data.numel():
+                self._sent.append((dist.isend(data, self.peer, group=self.group), data))
+
+    def post(self, buffers: Sequence[Tensor]) -> list[dist.Work]:
+        """Post the receives of one message; ``wait`` for each before reading its buffer."""
+        works = []
+        for buffer in buffers:
+            record(self.axis, "receive", self.purpose, "issue")
+            if buffer.numel():
+                works.append(dist.irecv(_as_real(buffer), self.peer, group=self.group))
+        return works
+
+    def send_description(self, description: Any) -> None:
+        """Tell the receiver, by the host, what the next message is made of."""
+        dist.send_object_list([description], self.peer, self.group, torch.device("cpu"))
+
+    def receive_description(self) -> Any:
+        """Wait for what ``send_description`` tells."""
+        box = [None]
+        dist.recv_object_list(box, self.peer, self.group, torch.device("cpu"))
+        return box[0]
+
+    def flush(self) -> None:
+        """Wait until everything sent has gone."""
+        for work, _ in self._sent:
+            work.wait()
+        self._sent.clear()
+
+
+def open_channels(topology: Topology, edges: Iterable[Edge], timeout: float) -> dict[Edge, Channel]:
+    """The channels of this rank, for edges between pipeline ranks. Collective over the world.
+
+    Every rank must give the same edges. Each becomes one communicator in every pipeline line (the
+    ranks that share dp and tp coordinates); a rank keeps the ends it is.
+    """
+    grid, channels = topology.grid, {}
+    for edge in sorted(set(edges)):
+        for dp in range(grid.dp):
+            for tp in range(grid.tp):
+                ends = [grid.rank(edge.sender, dp, tp), grid.rank(edge.receiver, dp, tp)]
+                group = dist.new_group(sorted(ends), timeout=timedelta(seconds=timeout))
+                if topology.rank in ends:
+                    peer = ends[0] if topology.rank == ends[1] else ends[1]
+                    channels[edge] = Channel(topology.pp, group, peer, edge.purpose)
+    for edge, channel in channels.items():
+        one = torch.zeros(1, device=topology.device)
+        if topology.pp.rank == edge.sender:
+            dist.send(one, channel.peer, group=channel.group)
+        else:
+            dist.recv(one, channel.peer, group=channel.group)
+    return channels
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    """Complex numbers travel as pairs, booleans as bytes: not every backend knows them."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor

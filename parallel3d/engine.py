@@ -1,0 +1,278 @@
+"""One training step of a model under any layout. No layout changes the numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .assemble import Options, assemble
+from .assemble.state import load_state, save_state, whole_state
+from .batch import Batch, check_same, shapes_of, split, to_device
+from .comm.collectives import Pending, all_reduce, broadcast, start_all_reduce
+from .optim.norm import clip, clip_coefficient
+from .pipeline.runtime import Step
+from .rng import seed_of
+from .topology import Topology
+
+
+class StepResult(NamedTuple):
+    """What a step gives back, as Python numbers, equal on all ranks.
+
+    ``loss`` is per item over the whole batch; ``grad_norm`` is the norm before clipping, over all
+    parameters (nan in evaluation); ``lr`` that of the first group in this step; ``skipped`` whether
+    the update was left out; ``num_items`` the batch's items.
+    """
+
+    loss: float
+    grad_norm: float
+    lr: float
+    skipped: bool
+    num_items: int
+
+
+class Engine:
+    """Trains an ``nn.Sequential`` of units under a topology of pp, dp and tp.
+
+    Args:
+        model: its elements are the units. On ``meta`` it is given initial values that depend on
+            ``seed`` and names only; on a real device its values are kept, those of the first rank.
+        topology: who this rank is.
+        loss_fn: ``loss_fn(output, target)``, the SUM over a microbatch's items, a scalar. Losses of
+            torch with ``reduction="mean"`` are switched to sums.
+        optimizer: called with parameter groups; any elementwise torch optimizer.
+        num_items: counts a target's items; by default integers other than -100, or floats.
+        param_groups: ``fn(name, parameter)`` gives a parameter's optimizer options.
+        lr_schedule: factor of the learning rate, of the number of updates made so far. A skipped
+            step makes no update.
+        schedule: ``gpipe`` or ``1f1b``.
+        num_microbatches: parts of a local batch; every dp rank runs the same number.
+        num_chunks: stages per pipeline rank, None for what the schedule needs.
+        partition: ``parameters``, ``uniform``, or the list of each later stage's first unit.
+        zero: 0 (everything whole) or 1 (optimizer state sharded over dp).
+        precision: ``fp32``, ``bf16`` (fp32 masters and gradients), ``fp64``.
+        recompute: ``none``, or ``full``: units keep their input only.
+        max_grad_norm: clip the gradients to this norm.
+        max_bad_steps: after so many steps in a row with a loss or gradient that is not finite, the
+            next raises RuntimeError. Each such step is skipped on all ranks together.
+        init: ``init(name, tensor)`` fills every parameter, given whole in fp32, in place.
+        compile: compile each unit for itself.
+        timeout: seconds after which a rank that waits for another gives up.
+        seed: of initial values and dropout.
+
+    Raises ValueError, on every rank and before anything is sent, for what cannot be done; options
+    whose feature is not built yet are refused by name.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        topology: Topology,
+        *,
+        loss_fn: Callable[[Any, Any], Tensor],
+        optimizer: Callable[..., torch.optim.Optimizer],
+        num_items: Callable[[Any], Tensor | int] | None = None,
+        param_groups: Callable[[str, nn.Parameter], dict[str, Any]] | None = None,
+        lr_schedule: Callable[[int], float] | None = None,
+        schedule: str = "1f1b",
+        num_microbatches: int = 1,
+        num_chunks: int | None = None,
+        partition: str | Sequence[int] = "parameters",
+        zero: int = 1,
+        zero_reduce: str = "each",
+        gather_budget: int | None = None,
+        shard_size: int | None = None,
+        precision: str = "fp32",
+        recompute: str = "none",
+        offload: Any = None,
+        tied: Any = None,
+        max_grad_norm: float | None = None,
+        max_bad_steps: int | None = None,
+        init: Callable[[str, Tensor], object] | None = None,
+        compile: bool = False,
+        timeout: float = 600.0,
+        seed: int = 0,
+    ) -> None:
+        _check(zero, zero_reduce, precision, recompute, max_grad_norm)
+        _refuse(gather_budget=gather_budget, shard_size=shard_size, offload=offload, tied=tied)
+        options = Options(
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            num_items=num_items,
+            param_groups=param_groups,
+            lr_schedule=lr_schedule,
+            schedule=schedule,
+            num_microbatches=num_microbatches,
+            num_chunks=num_chunks,
+            partition=partition,
+            zero=zero,
+            precision=precision,
+            recompute=recompute,
+            init=init,
+            compile=compile,
+            timeout=timeout,
+            seed=seed,
+        )
+        self.topology, self.seed = topology, seed
+        self.max_grad_norm, self.max_bad_steps = max_grad_norm, max_bad_steps
+        self.parts = assemble(model, topology, options)
+        self.step, self.bad_steps = 0, 0
+        self._dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}[precision]
+
+    def train_step(self, x: Any, target: Any = None) -> StepResult:
+        """One update on this dp rank's share of a batch. Collective over the world.
+
+        ``x`` and ``target`` are pytrees of tensors cut along dim 0 into ``num_microbatches``;
+        ``x`` may be None off the first stage. A list ``[(x, target), ...]`` is ready microbatches,
+        whose sizes may differ. Raises ValueError for a batch smaller than the microbatches.
+        """
+        batch = self._batch(x, target, self.parts.programs.num_microbatches)
+        if self.step == 0:
+            check_same(batch, self.topology)
+        items = self._count(batch)
+        self.parts.criterion.begin(batch.targets, lambda: _inverse(items.wait()))
+        self._run(batch, training=True)
+        self.parts.shards.finish_reduce()
+        return self._update(items.wait())
+
+    def eval_step(self, x: Any, target: Any = None) -> StepResult:
+        """The loss of this dp rank's share of a batch, which may have any size, also none.
+
+        Changes nothing: not the weights, the gradients, the counters or any random state.
+        """
+        batch = self._batch(x, target, self.parts.programs.num_microbatches, training=False)
+        items = self._count(batch).wait()
+        self.parts.criterion.begin(batch.targets, None)
+        if batch.targets:
+            self._run(batch, training=False)
+        scalars = torch.zeros(self.topology.dp.size, dtype=torch.float64, device=items.device)
+        self._write_loss(scalars)
+        *losses, count = torch.cat([all_reduce(scalars, self.topology.world), items.view(1)]).tolist()
+        loss = sum(losses) / count if count else math.nan
+        return StepResult(loss, math.nan, self.parts.optimizer.lr, False, int(count))
+
+    def save(self, folder: str | Path, **meta: Any) -> None:
+        """Write a checkpoint that any layout can load; all or nothing. Collective.
+
+        ``meta`` is kept beside it, as JSON.
+        """
+        counters = {"step": self.step, "bad_steps": self.bad_steps, "seed": self.seed}
+        save_state(self.parts, Path(folder), {**counters, **meta})
+
+    def load(self, folder: str | Path) -> dict[str, Any]:
+        """Take weights, optimizer state and counters from a checkpoint of any layout. Collective.
+
+        Returns the ``meta`` it was saved with.
+        """
+        meta = load_state(self.parts, Path(folder))
+        self.step, self.bad_steps = meta["step"], meta["bad_steps"]
+        return meta
+
+    def state_dict_whole(self) -> dict[str, Tensor]:
+        """Every parameter (fp32 master) and persistent buffer, whole, on the CPU. Collective.
+
+        On rank 0 under the names of ``model.state_dict()``; elsewhere ``{}``.
+        """
+        return whole_state(self.parts)
+
+    def _batch(self, x: Any, target: Any, count: int, training: bool = True) -> Batch:
+        batch = split(x, target, count, training)
+        first = self.topology.pp.rank == self.parts.programs.rank_of_stage[0]
+        if first and any(part is None for part in batch.inputs):
+            raise ValueError("x is None on the first stage, which needs it")
+        return to_device(batch, self.topology.device, self._dtype, first)
+
+    def _count(self, batch: Batch) -> Pending:
+        """Items of the whole batch: known before the first backward needs it."""
+        counts = [torch.as_tensor(self.parts.num_items(target)) for target in batch.targets]
+        total = sum(counts, torch.zeros((), dtype=torch.int64)).to(self.topology.device)
+        return start_all_reduce(total.to(torch.int64), self.topology.dp, tag="items")
+
+    def _run(self, batch: Batch, training: bool) -> None:
+        parts, count = self.parts, len(batch.targets)
+        first = self.topology.dp.rank * count
+        seeds = [seed_of(self.seed, "step", self.step, first + k) for k in range(count)]
+        shapes = torch.tensor(shapes_of(batch), dtype=torch.int64)
+        shapes = broadcast(shapes, self.topology.pp, parts.programs.rank_of_stage[0], tag="shapes")
+        step = Step(batch.inputs, seeds, shapes.tolist(), training, parts.criterion)
+        actions = parts.programs.mine(count, training)
+        devices = [self.topology.device] if self.topology.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            parts.interpreter.run(actions, step)
+
+    def _write_loss(self, scalars: Tensor) -> None:
+        """Into one slot per dp rank, by one rank of its last stage."""
+        total = self.parts.criterion.total
+        last = self.topology.pp.rank == self.parts.programs.rank_of_stage[-1]
+        if last and self.topology.tp.rank == 0 and total is not None:
+            scalars[self.topology.dp.rank] = total
+
+    def _update(self, items: Tensor) -> StepResult:
+        parts, dp = self.parts, self.topology.dp.size
+        flats = parts.shards.trained()
+        count = parts.slots.count
+        scalars = torch.zeros(count + dp, dtype=torch.float64, device=self.topology.device)
+        parts.slots.squares(flats, scalars[:count])
+        self._write_loss(scalars[count:])
+        all_reduce(scalars, self.topology.world, tag="norm")
+        # The one place in a step where the host waits for the device.
+        square, *losses, num_items = torch.cat(
+            [scalars[:count].sum().view(1), scalars[count:], items.view(1)]
+        ).tolist()
+        norm, loss = math.sqrt(square) if square >= 0 else math.nan, sum(losses)
+        bad = not (math.isfinite(norm) and math.isfinite(loss))
+        lr = parts.optimizer.lr
+        if not bad and num_items:
+            clip(flats, clip_coefficient(norm, self.max_grad_norm))
+            parts.optimizer.step()
+            parts.shards.publish()
+        parts.shards.zero_gradients()
+        self._count_bad(bad, loss, norm)
+        self.step += 1
+        mean = loss / num_items if num_items else 0.0
+        return StepResult(mean, norm, lr, bad or not num_items, int(num_items))
+
+    def _count_bad(self, bad: bool, loss: float, norm: float) -> None:
+        self.bad_steps = self.bad_steps + 1 if bad else 0
+        if self.max_bad_steps and self.bad_steps >= self.max_bad_steps:
+            raise RuntimeError(
+                f"{self.bad_steps} steps in a row had a loss ({loss}) or gradient norm ({norm}) that "
+                f"is not finite, train.max_bad_steps = {self.max_bad_steps}: lower the learning "
+                f"rate, or resume from a checkpoint before step {self.step - self.bad_steps + 1}"
+            )
+
+
+def _inverse(items: Tensor) -> Tensor:
+    """One over a count; 0 of nothing, so that a batch without items gives zeros."""
+    return torch.where(items > 0, 1.0 / items.clamp(min=1).double(), 0.0)
+
+
+def _check(
+    zero: int, zero_reduce: str, precision: str, recompute: str, max_grad_norm: float | None
+) -> None:
+    if zero not in (0, 1):
+        known = zero in (2, 3)
+        raise ValueError(
+            f"zero = {zero!r} {'is not built yet' if known else 'is not one of 0, 1, 2, 3'}: "
+            f"use zero=0 or zero=1"
+        )
+    if zero_reduce not in ("each", "last"):
+        raise ValueError(f"zero_reduce = {zero_reduce!r} is not one of each, last")
+    if precision not in ("fp32", "bf16", "fp64"):
+        known = precision == "fp16"
+        problem = "is not built yet: use bf16" if known else "is not one of fp32, bf16, fp64"
+        raise ValueError(f"precision = {precision!r} {problem}")
+    if recompute not in ("none", "full"):
+        raise ValueError(f"recompute = {recompute!r} is not one of none, full")
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ValueError(f"max_grad_norm = {max_grad_norm} must be above 0, or None for no clipping")
+
+
+def _refuse(**options: Any) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise ValueError(f"{name} = {value!r} is not built yet: leave it None")

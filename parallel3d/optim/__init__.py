@@ -1,0 +1,1 @@
+"""Global gradient norm and clipping, the optimizer over owned shards, learning-rate curves."""

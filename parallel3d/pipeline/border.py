@@ -1,0 +1,129 @@
+"""A border between two stages on different ranks: which tensors cross it, and when that is known.
+
+[Note: shapes] What crosses is a function of the shapes of the microbatch's input. The first stage's
+rank tells the others at the start of a step a number for each microbatch's input shapes. The first
+message under a number is preceded by its description; from then on both ends know it, so that
+receives can be posted ahead. A unit whose output shapes depend on values is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+
+class Link(Protocol):
+    """What a border needs of a channel (see ``comm.p2p.Channel``)."""
+
+    def send(self, tensors: Sequence[Tensor]) -> None: ...
+
+    def post(self, buffers: Sequence[Tensor]) -> list[Any]: ...
+
+    def send_description(self, description: Any) -> None: ...
+
+    def receive_description(self) -> Any: ...
+
+    def flush(self) -> None: ...
+
+
+class Leaf(NamedTuple):
+    """A tensor that crosses: shape, dtype, and whether its gradient comes back."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    needs_grad: bool
+
+
+Description = tuple[TreeSpec, list[Leaf | None]]
+Key = tuple[bool, int]
+
+
+class Border:
+    """The way between stage ``index - 1`` and stage ``index``, seen from one of the two.
+
+    ``activations`` and ``gradients`` are this rank's ends of the two channels. Leaves may be
+    tensors of any dtype or None; anything else is a TypeError that names the stage.
+    """
+
+    def __init__(self, index: int, activations: Link, gradients: Link, device: torch.device) -> None:
+        self.index, self.device = index, device
+        self.activations, self.gradients = activations, gradients
+        self._known: dict[Key, Description] = {}
+
+    def send_forward(self, y: Any, key: Key) -> list[Tensor]:
+        """Send a pytree; returns empty look-alikes of the leaves whose gradient will come back."""
+        leaves, spec = tree_flatten(y)
+        description = spec, [self._describe(leaf) for leaf in leaves]
+        known = self._known.setdefault(key, description)
+        if known is description:
+            self.activations.send_description(description)
+        elif known != description:
+            raise RuntimeError(
+                f"stage {self.index - 1} gives {_show(description)} where an input of the same "
+                f"shapes gave {_show(known)} before: output shapes must depend on input shapes only"
+            )
+        tensors = [leaf for leaf in leaves if leaf is not None]
+        self.activations.send([tensor.detach() for tensor in tensors])
+        return [torch.empty_like(t, device="meta") for t in tensors if t.requires_grad]
+
+    def post_forward(self, key: Key) -> Callable[[], Any]:
+        """Post the receive of a pytree; the function returned waits for it."""
+        if key not in self._known:
+            self._known[key] = self.activations.receive_description()
+        spec, description = self._known[key]
+        leaves = [leaf and self._buffer(leaf) for leaf in description]
+        works = self.activations.post([leaf for leaf in leaves if leaf is not None])
+
+        def wait() -> Any:
+            for work in works:
+                work.wait()
+            for leaf, about in zip(leaves, description, strict=True):
+                if about is not None and about.needs_grad:
+                    leaf.requires_grad_()
+            return tree_unflatten(leaves, spec)
+
+        return wait
+
+    def send_backward(self, gradients: Sequence[Tensor]) -> None:
+        """Send the gradients of what this rank received."""
+        self.gradients.send(gradients)
+
+    def post_backward(self, outputs: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """Post the receive of the gradients of what this rank sent."""
+        buffers = [torch.empty_like(output, device=self.device) for output in outputs]
+        works = self.gradients.post(buffers)
+
+        def wait() -> list[Tensor]:
+            for work in works:
+                work.wait()
+            return buffers
+
+        return wait
+
+    def flush(self) -> None:
+        """Wait until everything sent has gone."""
+        self.activations.flush()
+        self.gradients.flush()
+
+    def _describe(self, leaf: Any) -> Leaf | None:
+        if leaf is None:
+            return None
+        if not isinstance(leaf, Tensor):
+            raise TypeError(
+                f"stage {self.index - 1} gives a {type(leaf).__name__} to stage {self.index}: only "
+                f"tensors and None cross a border, in tuples, lists and dicts"
+            )
+        return Leaf(leaf.shape, leaf.dtype, leaf.requires_grad)
+
+    def _buffer(self, leaf: Leaf) -> Tensor:
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device=self.device)
+
+
+def _show(description: Description) -> str:
+    return ", ".join(
+        "None" if leaf is None else f"{tuple(leaf.shape)} {leaf.dtype}" for leaf in description[1]
+    )

@@ -1,0 +1,135 @@
+"""The end of the last stage: the loss as a sum, scaled once, and the count of its items.
+
+[Note: one division] A microbatch's loss is the sum over its items. It is multiplied by one over the
+global number of items here and nowhere else; every reduction is a plain sum.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.loss import _Loss, _WeightedLoss
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+IGNORED = -100
+LossFn = Callable[[Any, Any], Tensor]
+
+
+class SumLoss:
+    """Computes each microbatch's loss, keeps it until its backward, and adds up the losses.
+
+    Args:
+        loss_fn: ``loss_fn(output, target)``, a scalar sum in fp32 or wider.
+    """
+
+    def __init__(self, loss_fn: LossFn) -> None:
+        self.loss_fn = loss_fn
+        self._kept: dict[int, tuple[Tensor, list[Any]]] = {}
+
+    def begin(self, targets: list[Any], scale: Callable[[], Tensor] | None) -> None:
+        """Start a step; ``scale()`` gives one over the global number of items, None without gradients."""
+        self._kept.clear()
+        self.targets, self.scale = targets, scale
+        self.total: Tensor | None = None
+
+    def forward(self, microbatch: int, output: Any) -> None:
+        """Compute the loss of a microbatch; outputs narrower than fp32 are widened first."""
+        leaves, spec = tree_flatten(output)
+        with torch.set_grad_enabled(self.scale is not None):
+            wide = tree_map_only(Tensor, _widen, tree_unflatten(leaves, spec))
+            loss = self.loss_fn(wide, self.targets[microbatch])
+            _check(loss)
+            if self.scale is not None:
+                scaled = loss * self.scale().to(loss.dtype)
+                self._kept[microbatch] = scaled, leaves
+        value = loss.detach().double()
+        self.total = value if self.total is None else self.total + value
+
+    def backward(self, microbatch: int) -> list[Tensor]:
+        """Gradients of the output's leaves that need one, in order."""
+        loss, leaves = self._kept.pop(microbatch)
+        if loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]
+        gradients = []
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                gradients.append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
+                leaf.grad = None
+        return [gradient.contiguous() for gradient in gradients]
+
+
+def _widen(tensor: Tensor) -> Tensor:
+    if tensor.is_floating_point():
+        return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    return tensor
+
+
+def _check(loss: Any) -> None:
+    if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
+        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(
+            f"loss_fn returned {shape}: it must return a scalar tensor, the SUM over the items of "
+            f"the microbatch, for example nn.MSELoss(reduction='sum')"
+        )
+
+
+def as_sum(loss_fn: LossFn) -> LossFn:
+    """The same loss as a sum: torch's own are switched, other means are a ValueError."""
+    if isinstance(loss_fn, nn.Module) and next(loss_fn.parameters(), None) is not None:
+        name = next(name for name, _ in loss_fn.named_parameters())
+        raise ValueError(f"loss_fn has a parameter, {name}: put it into the model's last unit")
+    if isinstance(loss_fn, _Loss):
+        if getattr(loss_fn, "reduction", "sum") == "sum":
+            return loss_fn
+        weighted = isinstance(loss_fn, _WeightedLoss) and loss_fn.weight is not None
+        if loss_fn.reduction != "mean" or weighted:
+            raise ValueError(
+                f"{type(loss_fn).__name__}(reduction={loss_fn.reduction!r}) is not a sum over "
+                f"items: use reduction='sum', with num_items= if it divides by something else"
+            )
+        loss_fn = copy.copy(loss_fn)
+        loss_fn.reduction = "sum"
+        return loss_fn
+    if _default_reduction(loss_fn) not in (None, "sum"):
+        name = getattr(loss_fn, "__name__", repr(loss_fn))
+        raise ValueError(
+            f"{name} reduces by {_default_reduction(loss_fn)!r}: use "
+            f"functools.partial({name}, reduction='sum')"
+        )
+    return loss_fn
+
+
+def _default_reduction(loss_fn: LossFn) -> str | None:
+    if isinstance(loss_fn, partial) and "reduction" in loss_fn.keywords:
+        return str(loss_fn.keywords["reduction"])
+    try:
+        parameter = inspect.signature(loss_fn).parameters.get("reduction")
+    except (TypeError, ValueError):
+        return None
+    return str(parameter.default) if parameter and isinstance(parameter.default, str) else None
+
+
+def default_num_items(loss_fn: LossFn) -> Callable[[Any], Tensor]:
+    """Counts a target's items: integers that are not the loss's ``ignore_index``, or floats."""
+    keywords = loss_fn.keywords if isinstance(loss_fn, partial) else {}
+    ignored = keywords.get("ignore_index", getattr(loss_fn, "ignore_index", IGNORED))
+
+    def num_items(target: Any) -> Tensor:
+        leaves = tree_leaves(target)
+        if len(leaves) != 1 or not isinstance(leaves[0], Tensor):
+            raise ValueError(
+                f"the target is a {type(target).__name__}, whose items cannot be counted: pass "
+                f"num_items=fn(target) to the engine"
+            )
+        (leaf,) = leaves
+        if leaf.is_floating_point() or leaf.is_complex():
+            return torch.tensor(leaf.numel(), device=leaf.device)
+        return (leaf != ignored).sum()
+
+    return num_items

@@ -1,0 +1,246 @@
+"""A stage: consecutive units, and what its unfinished microbatches keep.
+
+[Note: segments] Each unit is its own piece of the autograd graph. It is given detached leaves
+through an identity function, so that it may work in place; the gradient edge of each output is
+kept and the output itself dropped once handed on. So the moment a unit is about to be used, and
+the moment its gradients are complete, are known without hooks, and recompute is per unit. The
+numbers are those of one graph over all units, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
+
+from ..rng import seed_of
+
+
+class Unit(NamedTuple):
+    """One element of the model: its index and name in the whole model, and the module."""
+
+    index: int
+    name: str
+    module: nn.Module
+
+
+@dataclass
+class Segment:
+    """What one unit keeps of one microbatch until its backward."""
+
+    leaves: list[Any]
+    spec: TreeSpec
+    edges: list[GradientEdge | None] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+
+def _nothing(unit: int) -> None:
+    """The default of ``before`` and ``after``."""
+
+
+class Stage:
+    """Units run one after another, forward per microbatch and backward in reverse.
+
+    Args:
+        index: of the stage in the model.
+        units: in order.
+        recompute: keep a unit's input only, and run its forward again in backward.
+        before: called with a unit's index right before each of its forwards.
+        after: called with a unit's index when a backward marked ``last`` has completed it.
+        check: called with a unit's index after each of its backwards.
+
+    An output that needs a gradient leaves as a tensor with ``requires_grad``; a border hands
+    gradients on as a list, one for each floating leaf that needs one, in order.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        units: list[Unit],
+        *,
+        recompute: bool = False,
+        before: Callable[[int], None] = _nothing,
+        after: Callable[[int], None] = _nothing,
+        check: Callable[[int], None] = _nothing,
+    ) -> None:
+        self.index, self.units, self.recompute = index, units, recompute
+        self.before, self.after, self.check = before, after, check
+        self._kept: dict[int, list[Segment]] = {}
+        self._seeds: dict[int, int] = {}
+        self._training: bool | None = None
+
+    @property
+    def in_flight(self) -> int:
+        """Number of microbatches between forward and backward."""
+        return len(self._kept)
+
+    def clear(self) -> None:
+        """Forget unfinished microbatches, after an error."""
+        self._kept.clear()
+
+    def evaluate(self, x: Any, seed: int) -> Any:
+        """Forward without gradients, in evaluation mode."""
+        self._mode(training=False)
+        with torch.no_grad():
+            for unit in self.units:
+                self.before(unit.index)
+                _seed(seed, unit)
+                x = tree_map_only(Tensor, _contiguous, self._call(unit, x))
+        return x
+
+    def forward(self, microbatch: int, x: Any, seed: int) -> Any:
+        """Run the units on ``x``, a pytree of tensors; ``seed`` keys their random numbers."""
+        self._mode(training=True)
+        self._seeds[microbatch] = seed
+        kept = self._kept[microbatch] = []
+        for unit in self.units:
+            self.before(unit.index)
+            leaves, spec = tree_flatten(x)
+            segment = Segment(leaves, spec)
+            if self.recompute:
+                segment.versions = [leaf._version for leaf in leaves if isinstance(leaf, Tensor)]
+                x = self._outline(unit, segment, seed)
+            else:
+                x = self._trace(unit, segment, seed)
+            kept.append(segment)
+        return x
+
+    def backward(
+        self, microbatch: int, gradients: list[Tensor], last: bool = False
+    ) -> list[Tensor]:
+        """From the gradients of the outputs that need one to those of the inputs that do.
+
+        ``last`` marks the stage's last backward of the step: ``after`` is called for each unit.
+        """
+        seed = self._seeds.pop(microbatch)
+        kept = self._kept.pop(microbatch)
+        for unit in reversed(self.units):
+            segment = kept.pop()
+            if self.recompute:
+                self._again(unit, segment, seed)
+            gradients = _backward(segment, gradients)
+            self.check(unit.index)
+            if last:
+                self.after(unit.index)
+        return gradients
+
+    def _trace(self, unit: Unit, segment: Segment, seed: int) -> Any:
+        """Forward with a graph; the outputs come back as leaves of the next unit."""
+        _seed(seed, unit)
+        with torch.enable_grad():
+            leaves = [_enter(leaf) for leaf in segment.leaves]
+            outputs, spec = tree_flatten(self._call(unit, tree_unflatten(leaves, segment.spec)))
+        handed = []
+        for output in outputs:
+            needs = isinstance(output, Tensor) and output.requires_grad
+            if needs:
+                segment.edges.append(get_gradient_edge(output))
+            handed.append(_hand_on(output, needs))
+        return tree_unflatten(handed, spec)
+
+    def _outline(self, unit: Unit, segment: Segment, seed: int) -> Any:
+        """Forward without a graph, for a recompute: an output may need a gradient if any part does."""
+        _seed(seed, unit)
+        with torch.no_grad():
+            x = tree_unflatten(segment.leaves, segment.spec)
+            outputs, spec = tree_flatten(self._call(unit, x))
+        needs = _may_need_grad(unit, segment)
+        handed = [_hand_on(output, needs and _differentiable(output)) for output in outputs]
+        return tree_unflatten(handed, spec)
+
+    def _again(self, unit: Unit, segment: Segment, seed: int) -> None:
+        """Run a unit's forward again, now with a graph, from the input it was given."""
+        tensors = [leaf for leaf in segment.leaves if isinstance(leaf, Tensor)]
+        if segment.versions != [tensor._version for tensor in tensors]:
+            raise RuntimeError(
+                f"unit {unit.name} changes its input in place, so its forward cannot be repeated: "
+                f"use recompute.mode=none, or let it work on a copy"
+            )
+        _seed(seed, unit)
+        with torch.enable_grad():
+            leaves = [_enter(leaf) for leaf in segment.leaves]
+            outputs, _ = tree_flatten(self._call(unit, tree_unflatten(leaves, segment.spec)))
+        needs = _may_need_grad(unit, segment)
+        for output in outputs:
+            if needs and _differentiable(output):
+                segment.edges.append(get_gradient_edge(output) if output.requires_grad else None)
+
+    def _call(self, unit: Unit, x: Any) -> Any:
+        try:
+            return unit.module(x)
+        except Exception as error:
+            error.add_note(f"in unit {unit.name} ({type(unit.module).__name__}), stage {self.index}")
+            raise
+
+    def _mode(self, training: bool) -> None:
+        if self._training is not training:
+            for unit in self.units:
+                unit.module.train(training)
+            self._training = training
+
+
+class _Enter(Function):
+    """The identity, so that a unit never sees the leaf itself and may work in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def _backward(segment: Segment, gradients: list[Tensor]) -> list[Tensor]:
+    pairs = [
+        (edge, gradient)
+        for edge, gradient in zip(segment.edges, gradients, strict=True)
+        if edge is not None
+    ]
+    if pairs:
+        edges, values = zip(*pairs, strict=True)
+        torch.autograd.backward(edges, values)
+    found = []
+    for leaf in segment.leaves:
+        if _needs_grad(leaf):
+            gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.contiguous()
+            leaf.grad = None
+            found.append(gradient)
+    return found
+
+
+def _enter(leaf: Any) -> Any:
+    return _Enter.apply(leaf) if _needs_grad(leaf) else leaf
+
+
+def _hand_on(output: Any, needs: bool) -> Any:
+    if not isinstance(output, Tensor):
+        return output
+    return _contiguous(output.detach()).requires_grad_(needs)
+
+
+def _contiguous(tensor: Tensor) -> Tensor:
+    return tensor.contiguous()
+
+
+def _needs_grad(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+def _may_need_grad(unit: Unit, segment: Segment) -> bool:
+    trained = any(parameter.requires_grad for parameter in unit.module.parameters())
+    return trained or any(_needs_grad(leaf) for leaf in segment.leaves)
+
+
+def _differentiable(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def _seed(seed: int, unit: Unit) -> None:
+    torch.manual_seed(seed_of(seed, unit.index))

@@ -1,0 +1,98 @@
+"""Who reduces, updates and gathers what: ZeRO stages 0 and 1 over flat buffers.
+
+Both sum a unit's gradients into the owned shards the moment its last backward has ended, so the sum
+runs beside the backward of the units before it. Stage 0 then gathers the gradients and updates
+everything on every rank; stage 1 updates the owned shard and gathers the parameters, unit by unit,
+ahead of the next forward that needs them (Rajbhandari et al., 2020, arXiv 1910.02054, section 5).
+Per rank and step either sends ``2 n (d - 1) / d`` elements for ``n`` on ``d`` ranks.
+"""
+
+from __future__ import annotations
+
+
+
+from ..comm.collectives import Pending, start_all_gather, start_reduce_scatter
+from ..topology import Axis
+from .flat import Flat
+
+
+class Shards:
+    """The flat buffers of a rank's units, by unit index, sharded over ``axis``.
+
+    Args:
+        flats: of each unit.
+        axis: the dp axis.
+        stage: 0 or 1.
+    """
+
+    def __init__(self, flats: dict[int, list[Flat]], axis: Axis, stage: int) -> None:
+        self.flats, self.axis, self.stage = flats, axis, stage
+        self._reducing: list[tuple[Flat, Pending, str]] = []
+        self._gathering: dict[int, list[Pending]] = {}
+
+    def all(self) -> list[Flat]:
+        """Every flat buffer, in unit order."""
+        return [flat for unit in sorted(self.flats) for flat in self.flats[unit]]
+
+    def trained(self) -> list[Flat]:
+        """Those whose parameters are updated here: all but second uses of tied ones."""
+        return [flat for flat in self.all() if flat.of is None]
+
+    def before(self, unit: int) -> None:
+        """Called before each forward of a unit: its parameters are there when this returns."""
+        for pending in self._gathering.pop(unit, ()):
+            pending.wait()
+
+    def check(self, unit: int) -> None:
+        """Called after each backward of a unit."""
+        for flat in self.flats.get(unit, ()):
+            flat.check()
+
+    def reduce(self, unit: int) -> None:
+        """Called when a unit's gradients are complete: start summing them over ``dp``."""
+        for flat in self.flats.get(unit, ()):
+            tag = f"unit {unit}"
+            pending = start_reduce_scatter(flat.grad, flat.owned_grad, self.axis, tag=tag)
+            self._reducing.append((flat, pending, tag))
+
+    def finish_reduce(self) -> None:
+        """Wait for every sum; add up the uses of tied parameters; at stage 0 gather the sums."""
+        for _, pending, _ in self._reducing:
+            pending.wait()
+        for flat in self.all():
+            if flat.of is not None:
+                flat.of.owned_grad.add_(flat.owned_grad)
+        if self.stage == 0:
+            gathers = [
+                start_all_gather(flat.owned_grad, flat.grad, self.axis, tag=tag)
+                for flat, _, tag in self._reducing
+                if flat.of is None
+            ]
+            for gather in gathers:
+                gather.wait()
+        self._reducing.clear()
+
+    def publish(self) -> None:
+        """After the optimizer: bring the new values into ``data``, and start gathering them."""
+        for unit in sorted(self.flats):
+            for flat in self.flats[unit]:
+                if flat.of is not None:
+                    continue
+                part = flat.data[slice(*flat.updated)]
+                if part.data_ptr() != flat.master.data_ptr():
+                    part.copy_(flat.master)
+                if self.stage > 0:
+                    pending = start_all_gather(part, flat.data, self.axis, tag=f"unit {unit}")
+                    self._gathering.setdefault(unit, []).append(pending)
+
+    def settle(self) -> None:
+        """Wait for every gather, so that all parameters may be read."""
+        for unit in list(self._gathering):
+            self.before(unit)
+
+    def zero_gradients(self) -> None:
+        """Set every gradient to zero, in place."""
+        for flat in self.all():
+            flat.grad.zero_()
+
+
