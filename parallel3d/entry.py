@@ -39,7 +39,9 @@ def start(task: Callable[[DictConfig], None], folder: Path, name: str) -> None:
     `if __name__ == "__main__"`.
     """
     sys.path.insert(0, str(Path.cwd()))
-    sys.argv[1:] = allow_new_keys(sys.argv[1:], folder)
+    # argparse takes overrides from one place only: `name=a -m seed=1,2` needs them together.
+    arguments = sorted(sys.argv[1:], key=_is_override)
+    sys.argv[1:] = allow_new_keys(arguments, folder)
     os.environ["HYDRA_FULL_ERROR"] = "1"
     record(_run)(task, folder, name)
 
@@ -61,6 +63,10 @@ def _run(task: Callable[[DictConfig], None], folder: Path, name: str) -> None:
         error = failed.error.with_traceback(None) if _says_all(failed.error) else failed.error
     if error is not None:
         raise error
+
+
+def _is_override(argument: str) -> bool:
+    return argument.startswith("~") or ("=" in argument and not argument.startswith("-"))
 
 
 def _says_all(error: Exception) -> bool:
