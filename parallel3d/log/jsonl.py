@@ -46,14 +46,14 @@ class Jsonl:
 
 
 def _steps(content: bytes) -> Iterator[tuple[int, bytes]]:
-    """(step, line) of each line that is whole."""
-    for line in content.splitlines(keepends=True):
+    """(step, line) of each line that is whole; its newline may be missing."""
+    for line in content.splitlines():
         try:
             row = json.loads(line)
         except ValueError:
             continue
-        if line.endswith(b"\n") and isinstance(row, dict) and isinstance(row.get("step"), int):
-            yield row["step"], line
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            yield row["step"], line + b"\n"
 
 
 def replace(path: Path, content: bytes) -> None:

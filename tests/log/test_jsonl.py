@@ -65,15 +65,23 @@ def test_a_run_that_starts_over_drops_all_lines(tmp_path: Path) -> None:
     assert steps(path) == [1]
 
 
-@pytest.mark.parametrize("kept", [1, 7, -1])
+@pytest.mark.parametrize("kept", [1, 7, -2])
 def test_a_half_written_last_line_is_dropped(tmp_path: Path, kept: int) -> None:
     path = tmp_path / "metrics.jsonl"
     written(path, 1, 2, 3)
     whole = path.read_bytes()
     last = whole.splitlines(keepends=True)[-1]
-    path.write_bytes(whole.removesuffix(last) + last[:kept])  # -1: all of it but the newline
+    path.write_bytes(whole.removesuffix(last) + last[:kept])
     written(path, 3, 4, resume_step=2)
     assert steps(path) == [1, 2, 3, 4]
+
+
+def test_a_last_line_that_only_lacks_its_newline_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    written(path, 1, 2)
+    path.write_bytes(path.read_bytes().removesuffix(b"\n"))
+    written(path, 3, resume_step=2)
+    assert steps(path) == [1, 2, 3]
 
 
 def test_a_half_written_line_does_not_swallow_the_next(tmp_path: Path) -> None:
