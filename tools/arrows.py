@@ -17,14 +17,14 @@ LAYERS = (
     {"rng"},
     {"comm"},
     {"tensor", "pipeline", "zero"},
-    {"optim", "checkpoint", "log", "data", "plan"},
+    {"optim", "checkpoint", "log", "data", "plan", "batch"},
     {"assemble"},
-    {"engine"},
+    {"engine", "job"},
     {"train", "verify"},
 )
 LAYER_OF = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}
 NARROWER = {"placement": {"topology"}, "rng": {"topology", "placement"}}
-USERS_OF_CONFIG = {"assemble", "train"}
+USERS_OF_CONFIG = {"assemble", "job", "train"}
 # Files of pipeline that plan on numbers alone: no torch, nothing of ours but each other.
 PAPER = set("actions check dependencies draw partition passes schedules simulate".split())
 MODELS_MAY = {"torch", "einops", "models", f"{PACKAGE}.tensor"}
@@ -90,7 +90,7 @@ def _arrow(room: str, use: Use) -> Iterator[str]:
         yield f"{room} -> {use.name}: not a room, and the public names stand above every room"
     elif target == "config":
         if room not in USERS_OF_CONFIG:
-            yield f"{room} -> config: only {' and '.join(sorted(USERS_OF_CONFIG))} know the options"
+            yield f"{room} -> config: only {', '.join(sorted(USERS_OF_CONFIG))} know the options"
     elif target == "verify":
         yield f"{room} -> verify: the proof is imported by nobody"
     elif room == "config":
