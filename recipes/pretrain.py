@@ -17,11 +17,9 @@ from omegaconf import DictConfig
 
 from parallel3d.config import Config, read, settle
 from parallel3d.data import prepare
-from parallel3d.entry import command, start
+from parallel3d.job import Stop, claimed, command, start
 from parallel3d.launch import Launch
 from parallel3d.log.login import check_wandb
-from parallel3d.run_folder import claimed
-from parallel3d.signals import Stop
 from parallel3d.topology import Grid, Topology
 from parallel3d.train import train
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from .comm.collectives import all_reduce
-from .topology import Axis
+from ..comm.collectives import all_reduce
+from ..topology import Axis
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 

@@ -16,15 +16,15 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
-from omegaconf import DictConfig
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from .config import allow_new_keys, explain
-from .launch import Launch
+from ..config import allow_new_keys, explain
+from ..launch import Launch
 
 
 class _TaskFailed(BaseException):
@@ -32,11 +32,11 @@ class _TaskFailed(BaseException):
         self.error = error
 
 
-def start(task: Callable[[DictConfig], None], folder: Path, name: str) -> None:
+def start(task: Callable[[Any], None], folder: Path, name: str) -> None:
     """Run `task` with the configuration `folder/name.yaml` and the command line's overrides.
 
-    The working directory is importable, for a `_target_` of the user's own. Call it from
-    `if __name__ == "__main__"`.
+    `task` is given what Hydra composed, an omegaconf DictConfig. The working directory is
+    importable, for a `_target_` of the user's own. Call it from `if __name__ == "__main__"`.
     """
     sys.path.insert(0, str(Path.cwd()))
     # argparse takes overrides from one place only: `name=a -m seed=1,2` needs them together.
@@ -46,9 +46,9 @@ def start(task: Callable[[DictConfig], None], folder: Path, name: str) -> None:
     record(_run)(task, folder, name)
 
 
-def _run(task: Callable[[DictConfig], None], folder: Path, name: str) -> None:
+def _run(task: Callable[[Any], None], folder: Path, name: str) -> None:
     @wraps(task)
-    def job(cfg: DictConfig) -> None:
+    def job(cfg: Any) -> None:
         try:
             task(cfg)
         except Exception as error:
@@ -85,9 +85,12 @@ def command(launch: Launch, *changes: str) -> str:
     keys = {change.split("=")[0] for change in changes}
     given = [override.lstrip("+") for override in HydraConfig.get().overrides.task]
     kept = [override for override in given if override.split("=")[0] not in keys]
-    program = "python"
-    if launch.world_size > 1:
-        nodes = launch.world_size // launch.local_world_size
-        program = f"torchrun --nproc-per-node {launch.local_world_size}"
-        program += f" --nnodes {nodes}" if nodes > 1 else ""
-    return " ".join([program, sys.argv[0], *(shlex.quote(each) for each in (*kept, *changes))])
+    nodes = launch.world_size // launch.local_world_size
+    script = Path(sys.argv[0])
+    if nodes > 1:
+        program = f"sbatch -N {nodes} {script.parent / 'slurm' / script.stem}.sbatch"
+    elif launch.world_size > 1:
+        program = f"torchrun --nproc-per-node {launch.world_size} {script}"
+    else:
+        program = f"python {script}"
+    return " ".join([program, *(shlex.quote(each) for each in (*kept, *changes))])

@@ -8,9 +8,9 @@ from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
-from .checkpoint.agree import on_rank_0
-from .config import Config
-from .topology import Axis
+from ..checkpoint.agree import on_rank_0
+from ..config import Config
+from ..topology import Axis
 
 
 @contextmanager
