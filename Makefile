@@ -2,7 +2,7 @@
 # What they need is installed into .venv once, and again only when one of the files below changes.
 
 PYTHON ?= python3
-CONSTRAINTS := $(if $(shell command -v nvidia-smi),,--constraint tools/constraints-cpu.txt)
+CONSTRAINTS := $(if $(shell command -v nvidia-smi 2>/dev/null),,--constraint tools/constraints-cpu.txt)
 INPUTS := pyproject.toml setup.py tools/constraints-cpu.txt
 READY := .venv/ready-$(firstword $(shell (echo "$(CURDIR) $(CONSTRAINTS)"; cat $(INPUTS)) | cksum))
 

@@ -4,12 +4,16 @@ import os
 
 import pytest
 import torch
+from hypothesis import settings
 
 # One thread a process: a world has as many processes as the machine has cores, or more.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ.setdefault("WANDB_MODE", "disabled")
 torch.set_num_threads(1)
+# A slow machine is no fault of an example, and every run tries the same ones.
+settings.register_profile("parallel3d", deadline=None, derandomize=True, database=None)
+settings.load_profile("parallel3d")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
