@@ -103,19 +103,23 @@ def test_all_ranks_take_the_same_checkpoint_and_rank_0_warns(tmp_path: Path) -> 
 
 
 class Unreadable(Files):
-    """A disk that has lost the contents of step 20."""
+    """A disk that has lost one file of step 20."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def read(self, path: Path, offset: int = 0, length: int = -1) -> bytes:
-        if "step-00000020" in str(path):
+        if path.parent.name == "step-00000020" and path.name == self.name:
             raise OSError(5, "Input/output error", str(path))
         return super().read(path, offset, length)
 
 
-def test_a_checkpoint_that_cannot_be_read_is_a_damaged_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["manifest.json", "rank-00000.bin"])
+def test_a_checkpoint_that_cannot_be_read_is_a_damaged_one(tmp_path: Path, name: str) -> None:
     save_step(tmp_path, 10)
     save_step(tmp_path, 20)
     with pytest.warns(UserWarning, match="Input/output error"):
-        assert latest_valid(tmp_path, WORLD, Unreadable()) == step_folder(tmp_path, 10)
+        assert latest_valid(tmp_path, WORLD, Unreadable(name)) == step_folder(tmp_path, 10)
 
 
 def test_the_last_ones_and_the_best_are_kept(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from parallel3d.checkpoint import (
     LOCAL,
     Files,
     Fragment,
+    damage,
     latest_valid,
     list_checkpoints,
     load,
@@ -43,6 +44,10 @@ def newest_value(folder: Path) -> float:
     meta = load(checkpoint, [Fragment.whole("weight/a", data)], WORLD)
     assert torch.equal(data, torch.full_like(data, meta["value"]))
     return float(meta["value"])
+
+
+def is_sound(checkpoint: Path) -> bool:
+    return damage(checkpoint, read_manifest(checkpoint, LOCAL), WORLD, LOCAL) is None
 
 
 class Mortal(Files):
@@ -102,6 +107,7 @@ def killed_everywhere(topology: Topology, folder: str) -> list[float]:
             os._exit(0)
         _, status = os.waitpid(child, 0)
         values.append(newest_value(run))
+        assert all(is_sound(checkpoint) for checkpoint in list_checkpoints(run))
         save_value(run, 30, 30.0, WORLD, Files())
         prune(run, 2, WORLD)
         assert newest_value(run) == 30.0
