@@ -1,9 +1,10 @@
-"""Tensors cut into rectangles at random, or as ZeRO and tensor parallelism would."""
+"""Tensors cut at random, or as ZeRO and tensor parallelism would; files damaged on purpose."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -85,3 +86,15 @@ def check_equal(fragments: Sequence[Fragment], tensors: Mapping[str, Tensor]) ->
     for fragment in fragments:
         wanted = fragment_of(fragment.key, tensors[fragment.key], fragment.rectangles, False)
         assert torch.equal(fragment.data, wanted.data), fragment.key
+
+
+def damage_file(checkpoint: Path, how: str, name: str = "rank-00000.bin") -> None:
+    path = checkpoint / name
+    data = bytearray(path.read_bytes())
+    if how == "missing":
+        path.unlink()
+    elif how == "truncated":
+        path.write_bytes(data[:-1])
+    else:
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)

@@ -19,7 +19,7 @@ from parallel3d.checkpoint import (
 )
 from parallel3d.placement import Rectangle
 from parallel3d.topology import Axis, Topology
-from tests.checkpoint.test_load import damage_file
+from tests.checkpoint.cuttings import damage_file
 from tests.world import run_on
 
 WORLD = Axis.single("world")
