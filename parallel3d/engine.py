@@ -121,7 +121,10 @@ class Engine:
         self.max_grad_norm, self.max_bad_steps = max_grad_norm, max_bad_steps
         self.parts = assemble(model, topology, options)
         self.step, self.bad_steps = 0, 0
-        self._dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}[precision]
+        self._known: set[tuple[bool, int]] = set()
+        self._dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}[
+            precision
+        ]
 
     def train_step(self, x: Any, target: Any = None) -> StepResult:
         """One update on this dp rank's share of a batch. Collective over the world.
@@ -151,7 +154,9 @@ class Engine:
             self._run(batch, training=False)
         scalars = torch.zeros(self.topology.dp.size, dtype=torch.float64, device=items.device)
         self._write_loss(scalars)
-        *losses, count = torch.cat([all_reduce(scalars, self.topology.world), items.view(1)]).tolist()
+        *losses, count = torch.cat(
+            [all_reduce(scalars, self.topology.world), items.view(1)]
+        ).tolist()
         loss = sum(losses) / count if count else math.nan
         return StepResult(loss, math.nan, self.parts.optimizer.lr, False, int(count))
 
@@ -199,10 +204,12 @@ class Engine:
         shapes = torch.tensor(shapes_of(batch), dtype=torch.int64)
         shapes = broadcast(shapes, self.topology.pp, parts.programs.rank_of_stage[0], tag="shapes")
         step = Step(batch.inputs, seeds, shapes.tolist(), training, parts.criterion)
-        actions = parts.programs.mine(count, training)
+        known = {(training, shape) for shape in step.shapes}
+        actions = parts.programs.mine(count, training, ahead=known <= self._known)
         devices = [self.topology.device] if self.topology.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             parts.interpreter.run(actions, step)
+        self._known |= known
 
     def _write_loss(self, scalars: Tensor) -> None:
         """Into one slot per dp rank, by one rank of its last stage."""
@@ -269,7 +276,9 @@ def _check(
     if recompute not in ("none", "full"):
         raise ValueError(f"recompute = {recompute!r} is not one of none, full")
     if max_grad_norm is not None and not max_grad_norm > 0:
-        raise ValueError(f"max_grad_norm = {max_grad_norm} must be above 0, or None for no clipping")
+        raise ValueError(
+            f"max_grad_norm = {max_grad_norm} must be above 0, or None for no clipping"
+        )
 
 
 def _refuse(**options: Any) -> None:

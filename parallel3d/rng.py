@@ -54,9 +54,7 @@ def draw_rows(
     target = torch.zeros(view_2d(tuple(local.shape)), dtype=torch.float32)
     row_pieces = placement.pieces(axis.size, axis.rank) if by_row else [(0, 0, rows)]
     cols_cut = isinstance(placement, Shard) and placement.dim == 1
-    ((near, far, width),) = (
-        placement.pieces(axis.size, axis.rank) if cols_cut else [(0, 0, cols)]
-    )
+    ((near, far, width),) = placement.pieces(axis.size, axis.rank) if cols_cut else [(0, 0, cols)]
     for at, start, length in row_pieces:
         for block in range(start // ROWS_PER_BLOCK, -(-(start + length) // ROWS_PER_BLOCK)):
             low = block * ROWS_PER_BLOCK

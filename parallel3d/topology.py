@@ -146,7 +146,9 @@ class Axis:
         """The axis of an existing process group; raises if this rank is not in it."""
         rank = dist.get_rank(group)
         if rank < 0:
-            raise ValueError(f"rank {dist.get_rank()} is not a member of the group given for {name}")
+            raise ValueError(
+                f"rank {dist.get_rank()} is not a member of the group given for {name}"
+            )
         ranks = tuple(dist.get_process_group_ranks(group))
         return cls(name, len(ranks), rank, ranks, group)
 
@@ -165,7 +167,9 @@ class Topology:
     Use as a context manager, or call ``close()``. Made by ``Topology.init``.
     """
 
-    def __init__(self, grid: Grid, axes: dict[str, Axis], device: torch.device, owner: bool) -> None:
+    def __init__(
+        self, grid: Grid, axes: dict[str, Axis], device: torch.device, owner: bool
+    ) -> None:
         self.grid = grid
         self.pp, self.dp, self.tp = (axes[name] for name in AXES)
         self.world = axes["world"]

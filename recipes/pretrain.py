@@ -39,7 +39,8 @@ def main(cfg: DictConfig) -> None:
         claimed(config, hydra.runtime.choices.model, topology.world) as folder,
     ):
         prepare_stdlib(config, hydra.runtime.choices.data)
-        train(replace(config, name=folder.name), topology, folder, stop)
+        config = replace(config, name=folder.name)
+        train(config, topology, folder, lambda: stop.agreed(topology.world))
     if stop.requested:
         finish_stopped(stop, launch, folder)
 

@@ -96,7 +96,9 @@ def assemble(model: nn.Module, topology: Topology, options: Options) -> Parts:
     if options.compile:
         for unit in local:
             unit.module.compile()
-    shards = Shards(_flats(local, facts, group_of, topology, options.zero), topology.dp, options.zero)
+    shards = Shards(
+        _flats(local, facts, group_of, topology, options.zero), topology.dp, options.zero
+    )
     stages = {
         index: Stage(
             index,
@@ -180,15 +182,11 @@ def _flats(
         for path, parameter in unit.module.named_parameters():
             fact = facts[f"{unit.name}.{path}"]
             if parameter.requires_grad:
-                held = Held(
-                    fact.name, parameter, fact.placement, fact.index, group_of[fact.owner]
-                )
+                held = Held(fact.name, parameter, fact.placement, fact.index, group_of[fact.owner])
                 key = fact.owner if fact.owner in tied else parameter.dtype
                 buckets.setdefault(key, []).append(held)
         for key, bucket in buckets.items():
-            flat = Flat(
-                bucket, topology.dp, topology.device, whole=zero == 0, of=first.get(key)
-            )
+            flat = Flat(bucket, topology.dp, topology.device, whole=zero == 0, of=first.get(key))
             if key in tied:
                 first.setdefault(key, flat)
             flats.setdefault(unit.index, []).append(flat)

@@ -39,7 +39,10 @@ class Programs:
         return len(self.rank_of_stage)
 
     def whole(self, num_microbatches: int, training: bool = True, ahead: bool = True) -> Program:
-        """All ranks' actions. ``ahead``: receives are posted one compute before they are needed."""
+        """All ranks' actions. ``ahead``: receives are posted one compute before they are needed.
+
+        That needs their shapes; a step with an input of new shapes runs without.
+        """
         key = num_microbatches, training, ahead
         if key not in self._made:
             make = build if training else forward_only

@@ -167,5 +167,3 @@ def _prime(parts: Parts) -> None:
     """Make the optimizer allocate its state, by a step on zero gradients; all of it is then loaded."""
     if parts.optimizer.inner is not None and not parts.optimizer.inner.state:
         parts.optimizer.inner.step()
-
-

@@ -35,7 +35,9 @@ class Channel:
     ``axis`` is the pipeline axis (for the ledger), ``peer`` the global rank of the other end.
     """
 
-    def __init__(self, axis: Axis, group: dist.ProcessGroup | None, peer: int, purpose: str) -> None:
+    def __init__(
+        self, axis: Axis, group: dist.ProcessGroup | None, peer: int, purpose: str
+    ) -> None:
         self.axis, self.group, self.peer, self.purpose = axis, group, peer, purpose
         self._sent: list[tuple[dist.Work, Tensor]] = []
 

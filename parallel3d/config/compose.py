@@ -59,5 +59,5 @@ def explain(error: Exception) -> ValueError:
             f"{error.override.lstrip('+')!r} cannot be read: write key=value, "
             f"with quotes around a value that has special characters, such as name='a=b'"
         )
-    cause = f" ({error.__cause__})" if error.__cause__ else ""
-    return ValueError(f"the configuration cannot be composed: {error}{cause}")
+    said = " ".join(str(error).split())
+    return ValueError(f"the configuration cannot be composed: {said}")

@@ -11,6 +11,7 @@ import torch
 
 from .schema import Optim
 from .targets import check_keys, locate, takes
+from .values import spell
 
 SHARED = ("betas", "eps", "weight_decay")
 
@@ -34,8 +35,8 @@ def optimizer_class(optim: Optim) -> Callable[..., torch.optim.Optimizer]:
         close = get_close_matches(name, classes, n=1)
         hint = f"did you mean optim.name={close[0]}?" if close else f"it has {', '.join(classes)}"
         raise ValueError(
-            f"optim.name = {optim.name!r} is not a class of torch.optim; {hint} "
-            f"Another class is optim._target_=module.Class"
+            f"optim.name = {spell(optim.name)} is not a class of torch.optim (another class is "
+            f"optim._target_=module.Class); {hint}"
         )
     return classes[name]
 

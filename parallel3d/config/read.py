@@ -68,7 +68,7 @@ def to_plain(group: Any) -> Any:
 
 def _group(kind: Any, plain: Any, path: tuple[str, ...]) -> Any:
     if not isinstance(plain, dict):
-        keys = ", ".join(_dotted(path, item.name) for item in fields(kind))
+        keys = ", ".join(_dotted(path, item.name) for item in fields(kind) if item.name != "extra")
         raise ValueError(f"{'.'.join(path)} = {spell(plain)} is not a group of keys: set {keys}")
     known = {item.name: item for item in fields(kind) if item.name != "extra"}
     extra = {key: value for key, value in plain.items() if key not in known}
@@ -94,12 +94,13 @@ def _value(value: Any, hint: Any, path: tuple[str, ...]) -> Any:
 
 def _unknown(key: str) -> str:
     keys = list(_keys(Config, ()))
-    leaf = key.rpartition(".")[2]
+    group, _, leaf = key.rpartition(".")
     # A key in the wrong group first (`lr` for `optim.lr`), then a misspelt one.
     misplaced = [each for each in keys if each.rpartition(".")[2] == leaf]
-    close = misplaced or get_close_matches(key, keys, n=1, cutoff=0.6)
-    top = ", ".join(item.name for item in fields(Config))
-    hint = f"did you mean {close[0]}?" if close else f"the groups are {top}"
+    candidates = [each for each in keys if not key.startswith(f"{each}.")]
+    close = misplaced or get_close_matches(key, candidates, n=1, cutoff=0.6)
+    beside = [each for each in keys if each.rpartition(".")[0] == group]
+    hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(beside)}"
     return f"{key} is not a key; {hint}"
 
 

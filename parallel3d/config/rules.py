@@ -185,6 +185,8 @@ def _targets(config: Config) -> None:
             raise ValueError(f"{group}._target_ is missing: it names the callable, module.name")
         target = locate(keys.pop("_target_"), f"{group}._target_")
         check_keys(group, target, keys, supplied=supplied, partial=group == "loss")
+    if "seed" in config.data.extra:
+        raise ValueError("data.seed is not a key; did you mean seed? It orders the data too")
     target = locate(config.data._target_, "data._target_")
     known = {item.name for item in fields(config.data)} - {"extra", "_target_"}
     ours = {name for name in (*known, "seed") if takes(target, name)}

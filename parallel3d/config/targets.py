@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
 from typing import Any, get_type_hints
 
-from .values import NAMES, convert
+from .values import NAMES, convert, spell
 
 SIMPLE = {*NAMES, int | None, float | None, str | None, bool | None}
 
@@ -21,7 +21,7 @@ def locate(path: Any, key: str) -> Callable[..., Any]:
     """
     rule = "it must be module.name, importable from the working directory"
     if not isinstance(path, str) or "." not in path:
-        raise ValueError(f"{key} = {path!r} names no callable: {rule}")
+        raise ValueError(f"{key} = {spell(path)} names no callable: {rule}")
     try:
         found = pydoc.locate(path)
     except pydoc.ErrorDuringImport as error:

@@ -13,7 +13,13 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import (
+    TreeSpec,
+    tree_flatten,
+    tree_unflatten,
+    treespec_dumps,
+    treespec_loads,
+)
 
 
 class Link(Protocol):
@@ -49,7 +55,9 @@ class Border:
     tensors of any dtype or None; anything else is a TypeError that names the stage.
     """
 
-    def __init__(self, index: int, activations: Link, gradients: Link, device: torch.device) -> None:
+    def __init__(
+        self, index: int, activations: Link, gradients: Link, device: torch.device
+    ) -> None:
         self.index, self.device = index, device
         self.activations, self.gradients = activations, gradients
         self._known: dict[Key, Description] = {}
@@ -60,7 +68,7 @@ class Border:
         description = spec, [self._describe(leaf) for leaf in leaves]
         known = self._known.setdefault(key, description)
         if known is description:
-            self.activations.send_description(description)
+            self.activations.send_description((treespec_dumps(spec), description[1]))
         elif known != description:
             raise RuntimeError(
                 f"stage {self.index - 1} gives {_show(description)} where an input of the same "
@@ -73,7 +81,8 @@ class Border:
     def post_forward(self, key: Key) -> Callable[[], Any]:
         """Post the receive of a pytree; the function returned waits for it."""
         if key not in self._known:
-            self._known[key] = self.activations.receive_description()
+            text, about = self.activations.receive_description()
+            self._known[key] = treespec_loads(text), about
         spec, description = self._known[key]
         leaves = [leaf and self._buffer(leaf) for leaf in description]
         works = self.activations.post([leaf for leaf in leaves if leaf is not None])

@@ -21,8 +21,8 @@ def check(program: Program) -> Dependencies:
     _check_stages(program, rules)
     _check_microbatches(program, rules)
     for action, rank in rules.rank_of.items():
-        ends = [send_of(action)] if action.op in RECEIVES else rules.needs(action)
-        for need in ends:
+        ends = [send_of(action)] if action.op in RECEIVES else []
+        for need in [*ends, *rules.needs(action)]:
             if need not in rules.rank_of:
                 raise ValueError(f"{action} on rank {rank} needs {need}, which is on no rank")
     _check_channels(program, rules)

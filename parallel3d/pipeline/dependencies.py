@@ -21,8 +21,9 @@ class Dependencies:
     """Where the actions of a program are, and what each of them needs.
 
     A program is lowered if it has messages; then a compute needs both ends of the message that
-    brings its input, and a send needs its receive (a rendezvous). In a compute-only program a
-    compute needs the compute that makes its input.
+    brings its input, a send needs its receive (a rendezvous), and the receive of a gradient needs
+    the send of the activation, which tells its shape. In a compute-only program a compute needs the
+    compute that makes its input.
     """
 
     def __init__(self, program: Program, is_lowered: bool | None = None) -> None:
@@ -63,6 +64,8 @@ class Dependencies:
                 return [Action(stage, Op.FORWARD, microbatch), receive_of(action)]
             case Op.SEND_BACKWARD:
                 return [self.input_grad(stage, microbatch), receive_of(action)]
+            case Op.RECV_BACKWARD:
+                return [Action(stage, Op.SEND_FORWARD, microbatch)]
             case Op.WEIGHT_GRAD:
                 return [Action(stage, Op.INPUT_GRAD, microbatch)]
             case Op.FORWARD:

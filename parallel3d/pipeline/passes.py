@@ -58,8 +58,9 @@ def add_communication(schedule: Schedule, early: int = 1) -> Program:
 
     A RECV is posted ``early`` computes before the one that needs it; sooner where its sender would
     otherwise wait for ever, and where the channel's order asks for it: both ends post in the
-    sender's order. So the program ends even where a send blocks until its receive is reached.
-    Neighbouring stages on one rank hand over without a message.
+    sender's order. So the program ends even where a send blocks until its receive is reached. The
+    RECV of a gradient stands behind the SEND of the activation whose shape it has. Neighbouring
+    stages on one rank hand over without a message.
     """
     if early < 0:
         raise ValueError(f"early = {early}: a receive is posted 0 or more computes before its use")
@@ -125,10 +126,13 @@ class _Lowering:
                 self.sending[rank] = send
 
     def _post(self, receive: Action | None) -> None:
-        """Post a receive, and before it all that come sooner on its channel."""
+        """Post a receive after those that come sooner on its channel, as far as shapes are known."""
         while receive is not None and receive not in self.done:
             channel = self.channel[receive]
-            self._append(channel[1], self.unposted[channel].popleft())
+            queue = self.unposted[channel]
+            if any(need not in self.done for need in self.rules.needs(queue[0])):
+                return
+            self._append(channel[1], queue.popleft())
 
     def _append(self, rank: int, action: Action) -> None:
         self.out[rank].append(action)

@@ -90,7 +90,11 @@ class Interpreter:
 
     def _forward(self, step: Step, index: int, microbatch: int) -> None:
         stage = self.stages[index]
-        x = step.inputs[microbatch] if index == 0 else self._take(step, "forward", index, microbatch)
+        x = (
+            step.inputs[microbatch]
+            if index == 0
+            else self._take(step, "forward", index, microbatch)
+        )
         seed = step.seeds[microbatch]
         y = stage.forward(microbatch, x, seed) if step.training else stage.evaluate(x, seed)
         if index < self.num_stages - 1:
@@ -141,5 +145,3 @@ class Interpreter:
         if received is not None:
             return received()
         return step.handed.pop((way, index, microbatch))
-
-

@@ -66,9 +66,10 @@ def _zb_h1(rank: int, p: int, m: int, v: int) -> list[Action]:
 def _zbv(rank: int, p: int, m: int, v: int) -> list[Action]:
     """Zero bubble on a V of two chunks; each rank keeps p microbatches (Qi et al. 2023, ZB-V).
 
-    The order is made for at least 2p - 1 microbatches; of fewer, the absent ones are left out.
+    The order is for 2p - 1 microbatches or more. Between p and that, the absent ones are left out
+    of it; up to p it takes less time to let the phases run dry.
     """
-    total = max(m, 2 * p - 1)
+    total = m if m <= p else max(m, 2 * p - 1)
     left = {  # by op and chunk
         f"{op}{chunk}": iter(_stages(op, [stage], total))
         for op in (Op.FORWARD, Op.INPUT_GRAD, Op.WEIGHT_GRAD)

@@ -175,7 +175,9 @@ class Stage:
         try:
             return unit.module(x)
         except Exception as error:
-            error.add_note(f"in unit {unit.name} ({type(unit.module).__name__}), stage {self.index}")
+            error.add_note(
+                f"in unit {unit.name} ({type(unit.module).__name__}), stage {self.index}"
+            )
             raise
 
     def _mode(self, training: bool) -> None:

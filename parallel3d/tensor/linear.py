@@ -303,7 +303,9 @@ def _block_sizes(features: int, blocks: int | tuple[int, ...]) -> tuple[int, ...
             )
         return (features // blocks,) * blocks
     if sum(blocks) != features:
-        raise ValueError(f"blocks = {blocks} add up to {sum(blocks)}, not out_features = {features}")
+        raise ValueError(
+            f"blocks = {blocks} add up to {sum(blocks)}, not out_features = {features}"
+        )
     return tuple(blocks)
 
 
@@ -321,6 +323,3 @@ def _check_divides(layer: nn.Module, what: str, features: int, axis: Axis) -> No
 def _refuse_sequence_parallel(wanted: bool) -> None:
     if wanted:
         raise ValueError("sequence_parallel=True is not built yet: use sequence_parallel=False")
-
-
-

@@ -15,9 +15,7 @@ from ..topology import Axis
 
 class _VocabParallelCrossEntropy(Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, target: Tensor, ignored: Tensor, axis: Axis
-    ) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, target: Tensor, ignored: Tensor, axis: Axis) -> Tensor:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         peak = all_reduce(logits.amax(-1), axis, op="max", tag="loss")
         local = target - axis.rank * logits.shape[-1]

@@ -1,8 +1,8 @@
 """The autograd doors of a tensor-parallel region, in conjugate pairs (Megatron-LM, 2019, section 3).
 
-    copy_to      forward: nothing      backward: all-reduce
-    reduce_from  forward: all-reduce   backward: nothing
-    gather_from  forward: all-gather   backward: own slice
+copy_to      forward: nothing      backward: all-reduce
+reduce_from  forward: all-reduce   backward: nothing
+gather_from  forward: all-gather   backward: own slice
 """
 
 from __future__ import annotations

@@ -114,9 +114,7 @@ class VocabParallelLinear(ColumnParallelLinear):
     ) -> VocabParallelLinear:
         """The cut of an existing whole head, on its device and in its dtype."""
         with torch.device("meta"):
-            layer = cls(
-                module.in_features, module.out_features, module.bias is not None, axis=axis
-            )
+            layer = cls(module.in_features, module.out_features, module.bias is not None, axis=axis)
         return layer._load(module)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -138,5 +136,3 @@ def check_range(ids: Tensor, size: int, message: str) -> None:
             raise IndexError(f"{message} {wrong.item()} is not in 0..{size - 1}")
     else:
         torch._assert_async(inside)
-
-

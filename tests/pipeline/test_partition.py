@@ -75,6 +75,11 @@ def test_parameters_gives_heavy_ends_fewer_units_and_uniform_does_not() -> None:
     assert _sizes(partition(costs, 4, "uniform")) == [2, 2, 2, 2]
 
 
+def test_the_least_maximum_comes_before_an_even_spread() -> None:
+    costs = [1, 5, 2, 3]
+    assert _sums(costs, partition(costs, 3)) == [1, 5, 5]  # 6, 2, 3 has the smaller squares
+
+
 def test_a_weightless_unit_stays_with_the_weighted_one_before_it() -> None:
     linear_relu = [8, 0, 8, 0, 8, 0, 8, 0]
     assert partition(linear_relu, 2) == [(0, 4), (4, 8)]

@@ -55,12 +55,35 @@ def test_a_receive_is_posted_the_given_number_of_computes_early_or_sooner(
             if action.op in RECEIVES:
                 ahead = sum(a.op in COMPUTE for a in actions[:at])
                 used = next(n for n, a in enumerate(computes) if _is_used_by(action, a))
-                assert used - ahead >= min(early, used)
+                if action.op is Op.RECV_FORWARD or early == 0:
+                    before = next((a for a in reversed(actions[:at]) if a.op not in RECEIVES), None)
+                follows_send = before is not None and before.op is Op.SEND_FORWARD
+                is_gradient = action.op is Op.RECV_BACKWARD
+                assert used - ahead >= min(early, used) or (is_gradient and follows_send)
+
+
+@pytest.mark.parametrize("early", [0, 1, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_gradient_is_awaited_only_once_its_activation_was_sent(name: str, early: int) -> None:
+    for actions in add_communication(build(name, 4, 12), early):
+        for at, action in enumerate(actions):
+            if action.op is Op.RECV_BACKWARD:
+                assert action._replace(op=Op.SEND_FORWARD) in actions[:at]
 
 
 def _is_used_by(receive: Action, compute: Action) -> bool:
     ops = {Op.FORWARD} if receive.op is Op.RECV_FORWARD else {Op.BACKWARD, Op.INPUT_GRAD}
     return compute.op in ops and compute[::2] == receive[::2]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_receive_of_a_gradient_stands_behind_the_send_of_its_activation(name: str) -> None:
+    for actions in add_communication(build(name, 3, 7), early=5):
+        for at, action in enumerate(actions):
+            if action.op is Op.RECV_BACKWARD:
+                assert action._replace(op=Op.SEND_FORWARD) in actions[:at]
+    with pytest.raises(ValueError, match="rank 0 at 0RECV_B0 waits for 0SEND_F0"):
+        simulate(parse("0RECV_B0 0F0 0SEND_F0 0B0\n1RECV_F0 1F0 1B0 1SEND_B0"))
 
 
 def test_receives_are_not_posted_sooner_than_needed_in_a_program_of_forwards() -> None:

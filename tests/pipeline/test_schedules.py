@@ -123,6 +123,13 @@ def test_zb_h1_on_two_ranks_is_the_papers_order() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("p", "m", "makespan"), [(4, 1, 9), (4, 2, 10.5), (4, 4, 14.5), (8, 11, 37), (8, 15, 48.5)]
+)
+def test_zbv_wastes_little_on_few_microbatches(p: int, m: int, makespan: float) -> None:
+    assert simulate(build("zbv", p, m).program).makespan == makespan
+
+
 def test_stages_lie_in_a_loop_or_in_a_v() -> None:
     assert [stage_rank(stage, 3) for stage in range(6)] == [0, 1, 2, 0, 1, 2]
     assert [stage_rank(stage, 3, "v") for stage in range(6)] == [0, 1, 2, 2, 1, 0]

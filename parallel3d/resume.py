@@ -1,0 +1,43 @@
+"""Where a run goes on from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .checkpoint.agree import on_rank_0
+from .checkpoint.retention import latest_valid
+from .config import Config, check_resume, load
+from .engine import Engine
+
+
+class Resumed(NamedTuple):
+    """Steps and tokens that lie behind a run."""
+
+    step: int = 0
+    tokens: int = 0
+
+
+def resume(config: Config, folder: Path, engine: Engine, data: Any) -> Resumed:
+    """Load what ``checkpoint.resume`` says; a new run where there is nothing. Collective.
+
+    Raises ValueError, on every rank, for a difference in the configuration or in the data that
+    would make it another run.
+    """
+    choice = config.checkpoint.resume
+    if choice == "never":
+        return Resumed()
+    world = engine.topology.world
+    found = latest_valid(folder / "checkpoints", world) if choice == "auto" else Path(choice)
+    if found is None:
+        return Resumed()
+    saved = found.parent.parent / "config.yaml"
+    on_rank_0(world, lambda: check_resume(load(saved), config) if saved.exists() else None)
+    meta = engine.load(found)
+    fingerprint = getattr(data, "fingerprint", None)
+    if meta.get("data") != fingerprint:
+        raise ValueError(
+            f"data.path = {config.data.path} holds other tokens than the run to resume was trained "
+            f"on: bring that data back, or start a new run with another name"
+        )
+    return Resumed(engine.step, meta.get("tokens", 0))

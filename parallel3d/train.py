@@ -1,0 +1,152 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .build import build_data, build_engine, build_meter, build_model
+from .checkpoint.retention import prune, step_folder
+from .config import Config, to_plain
+from .data import Prefetch
+from .engine import Engine
+from .log.login import check_wandb
+from .log.memory import totals
+from .log.meters import Meter, Record
+from .log.sinks import Log, WandbSettings
+from .memory import memory
+from .report import report_start, write_run_files
+from .resume import Resumed, resume
+from .topology import Topology
+
+
+def train(
+    config: Config,
+    topology: Topology,
+    folder: Path,
+    stopping: Callable[[], bool] = lambda: False,
+) -> None:
+    """Train to ``config.train.steps``, or to the step border at which ``stopping()`` is true.
+
+    ``stopping`` is collective: every rank asks it after each step and gets the same answer.
+    ``folder`` is the run's, made already. Raises what the parts raise, on every rank.
+    """
+    data = build_data(config)
+    model = build_model(config, topology, data)
+    meter = build_meter(config, topology, model, tokens=0)
+    engine = build_engine(config, topology, model)
+    start = resume(config, folder, engine, data)
+    meter.tokens = start.tokens
+    if topology.rank == 0:
+        write_run_files(folder, config, engine)
+        report_start(folder, config, engine)
+    log = open_log(config, folder, topology, start)
+    failed = True
+    try:
+        loop(config, topology, folder, data, engine, meter, log, stopping)
+        failed = False
+    finally:
+        log.close(failed)
+
+
+def loop(
+    config: Config,
+    topology: Topology,
+    folder: Path,
+    data: Any,
+    engine: Engine,
+    meter: Meter,
+    log: Log,
+    stopping: Callable[[], bool],
+) -> None:
+    """Step, evaluate, log, save; each in this order, so that a saved step's line is written."""
+    steps, slots = config.train.steps, slots_of(config, topology)
+    batches = Prefetch(
+        data.train, slots, engine.step, steps, seed=config.seed, workers=config.data.workers
+    )
+    tokens = config.data.global_batch_size * config.data.seq_len
+    for x, target in batches:
+        engine.parts.ledger.reset()
+        with meter.timed(tokens):
+            result = engine.train_step(x, target)
+        step, last, val_loss = engine.step, engine.step == steps, None
+        kept = memory(engine.parts)
+        sent = totals(topology.world, topology.device, engine.parts.ledger.bytes())
+        if due(step, config.train.eval_every) or (last and config.train.eval_every):
+            val_loss = evaluate(config, topology, data, engine)
+            log.evaluated(step, val_loss)
+        log.step(
+            Record(
+                step=step,
+                loss=result.loss,
+                grad_norm=result.grad_norm,
+                lr=result.lr,
+                skipped=result.skipped,
+                memory_parameters=kept.parameters,
+                memory_gradients=kept.gradients,
+                memory_optimizer=kept.optimizer,
+                **sent._asdict(),
+                **meter.rates(),
+            )
+        )
+        stop = stopping()
+        if due(step, config.checkpoint.every) or last or stop:
+            checkpoints = folder / "checkpoints"
+            fingerprint = getattr(data, "fingerprint", None)
+            engine.save(
+                step_folder(checkpoints, step),
+                tokens=meter.tokens,
+                val_loss=val_loss,
+                data=fingerprint,
+                config=to_plain(config),
+            )
+            prune(checkpoints, config.checkpoint.keep, topology.world)
+        if stop:
+            break
+
+
+def evaluate(config: Config, topology: Topology, data: Any, engine: Engine) -> float:
+    """The mean loss per item over ``eval_batches`` batches of validation data."""
+    total, items = 0.0, 0
+    slots = slots_of(config, topology)
+    for step in range(config.train.eval_batches):
+        x, target = data.validation(step, slots)
+        result = engine.eval_step(x, target)
+        if result.num_items:
+            total, items = total + result.loss * result.num_items, items + result.num_items
+    return total / items if items else float("nan")
+
+
+def slots_of(config: Config, topology: Topology) -> list[int]:
+    """This dp rank's samples of every global batch, in order."""
+    slots = torch.arange(config.data.global_batch_size)
+    return torch.tensor_split(slots, topology.dp.size)[topology.dp.rank].tolist()
+
+
+def due(step: int, every: int) -> bool:
+    """Whether ``step`` is one of every so many; 0 is never."""
+    return every > 0 and step % every == 0
+
+
+def open_log(config: Config, folder: Path, topology: Topology, start: Resumed) -> Log:
+    """The log of rank 0; elsewhere one that writes nothing."""
+    about = config.log.wandb
+    settings = WandbSettings(
+        mode=check_wandb(about.mode),
+        project=about.project,
+        entity=about.entity,
+        group=about.group,
+        tags=tuple(about.tags),
+    )
+    return Log(
+        folder,
+        to_plain(config),
+        is_rank0=topology.rank == 0,
+        num_steps=config.train.steps,
+        every=config.log.every,
+        wandb=settings,
+        resume_step=start.step,
+    )
