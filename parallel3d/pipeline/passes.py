@@ -126,7 +126,7 @@ class _Lowering:
                 self.sending[rank] = send
 
     def _post(self, receive: Action | None) -> None:
-        """Post a receive after those that come sooner on its channel, as far as shapes are known."""
+        """Post a receive after those sooner on its channel, as far as their shapes are known."""
         while receive is not None and receive not in self.done:
             channel = self.channel[receive]
             queue = self.unposted[channel]
