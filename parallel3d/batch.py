@@ -69,7 +69,7 @@ def shapes_of(batch: Batch) -> list[int]:
 
 
 def check_same(batch: Batch, topology: Topology) -> None:
-    """Raise ValueError on every rank unless all ranks of each dp index were given the same batch."""
+    """Raise ValueError on every rank unless each dp index's ranks were given the same batch."""
     mine = _fingerprint(batch)
     seen = all_gather_objects((topology.dp.rank, len(batch.targets), *mine), topology.world)
     counts = {count for _, count, _, _ in seen}

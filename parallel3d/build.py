@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .config import Config, call, locate, optimizer_class, optimizer_keys, takes
 from .engine import Engine
@@ -49,16 +48,14 @@ def build_model(config: Config, topology: Topology, data: Any) -> nn.Module:
     return model
 
 
-def build_loss(config: Config, tp: Axis) -> Callable[[Any, Any], Tensor]:
+def build_loss(config: Config, tp: Axis) -> Any:
     """What ``loss._target_`` names, with its keys, and with ``axis`` where it takes that."""
     target = locate(config.loss["_target_"], "loss._target_")
     keys = {key: value for key, value in config.loss.items() if key != "_target_"}
     if takes(target, "axis"):
         keys["axis"] = tp
-    if inspect.isclass(target):
-        made: Callable[[Any, Any], Tensor] = target(**keys)
-        return made
-    return partial(target, **keys)
+    made: Any = target(**keys) if inspect.isclass(target) else partial(target, **keys)
+    return made
 
 
 def build_engine(config: Config, topology: Topology, model: nn.Module) -> Engine:

@@ -247,9 +247,10 @@ class Engine:
         self.bad_steps = self.bad_steps + 1 if bad else 0
         if self.max_bad_steps and self.bad_steps >= self.max_bad_steps:
             raise RuntimeError(
-                f"{self.bad_steps} steps in a row had a loss ({loss}) or gradient norm ({norm}) that "
-                f"is not finite, train.max_bad_steps = {self.max_bad_steps}: lower the learning "
-                f"rate, or resume from a checkpoint before step {self.step - self.bad_steps + 1}"
+                f"{self.bad_steps} steps in a row had a loss ({loss}) or gradient norm ({norm}) "
+                f"that is not finite, and train.max_bad_steps = {self.max_bad_steps}: lower the "
+                f"learning rate, or resume from a checkpoint before step "
+                f"{self.step - self.bad_steps + 1}"
             )
 
 

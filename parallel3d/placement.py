@@ -125,10 +125,10 @@ def rectangles(
     found = []
     for row, col, num_rows, num_cols in _bands(start, stop, cols):
         offset = row * cols + col - start
-        for piece in _pieces_of(placement, axis, 0, rows):
+        for piece in pieces_along(placement, axis, 0, rows):
             low = max(row, piece.local)
             count = min(row + num_rows, piece.local + piece.length) - low
-            for span in _pieces_of(placement, axis, 1, cols):
+            for span in pieces_along(placement, axis, 1, cols):
                 left = max(col, span.local)
                 width = min(col + num_cols, span.local + span.length) - left
                 if count > 0 and width > 0:
@@ -138,10 +138,12 @@ def rectangles(
     return found
 
 
-def _pieces_of(placement: Placement, axis: Axis, dim: int, length: int) -> list[Piece]:
+def pieces_along(placement: Placement, axis: Axis, dim: int, length: int) -> list[Piece]:
+    """What this rank holds along a dim of the 2-D view: all of it, or its pieces of a cut dim."""
     if isinstance(placement, Shard) and placement.dim == dim:
         pieces = placement.pieces(axis.size, axis.rank)
-        assert dim == 0 or len(pieces) == 1, "several blocks along dim 1 are not row-major"
+        full = pieces[0].length * axis.size == placement.blocks[0]
+        assert dim == 0 or (len(pieces) == 1 and full), "blocks or padding along dim 1"
         return pieces
     return [Piece(0, 0, length)]
 

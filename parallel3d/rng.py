@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from .placement import Placement, Shard, view_2d, whole_shape
+from .placement import Placement, pieces_along, view_2d, whole_shape
 from .topology import Axis
 
 ROWS_PER_BLOCK = 64
@@ -50,12 +50,9 @@ def draw_rows(
     the blocks it holds rows of, and any cut gives the same bits. Padding is zero.
     """
     rows, cols = view_2d(whole_shape(placement, tuple(local.shape)))
-    by_row = isinstance(placement, Shard) and placement.dim == 0
     target = torch.zeros(view_2d(tuple(local.shape)), dtype=torch.float32)
-    row_pieces = placement.pieces(axis.size, axis.rank) if by_row else [(0, 0, rows)]
-    cols_cut = isinstance(placement, Shard) and placement.dim == 1
-    ((near, far, width),) = placement.pieces(axis.size, axis.rank) if cols_cut else [(0, 0, cols)]
-    for at, start, length in row_pieces:
+    ((near, far, width),) = pieces_along(placement, axis, 1, cols)
+    for at, start, length in pieces_along(placement, axis, 0, rows):
         for block in range(start // ROWS_PER_BLOCK, -(-(start + length) // ROWS_PER_BLOCK)):
             low = block * ROWS_PER_BLOCK
             high = min(low + ROWS_PER_BLOCK, rows)

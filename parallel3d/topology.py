@@ -59,7 +59,8 @@ class Grid:
         unknown = [axis for axis in AXES if degrees[axis] is None]
         if len(unknown) > 1:
             raise ValueError(
-                f"topology.{' and topology.'.join(unknown)} are null, but one at most can be inferred"
+                f"topology.{' and topology.'.join(unknown)} are null, but at most one can be "
+                f"inferred: give the others"
             )
         known = {axis: degree for axis, degree in degrees.items() if degree is not None}
         product = cls(**known).size
@@ -70,7 +71,7 @@ class Grid:
             raise ValueError(f"{text}, but {started}: {advice}")
         if unknown and world_size % product:
             raise ValueError(f"{text}, which does not divide the world: {started}: {advice}")
-        return cls(**known, **{axis: world_size // product for axis in unknown})
+        return cls(**known, **dict.fromkeys(unknown, world_size // product))
 
     @property
     def size(self) -> int:

@@ -77,7 +77,7 @@ def facts_of(units: list[Unit]) -> dict[str, Facts]:
             owner = first.setdefault(id(parameter), name)
             found[name] = Facts(
                 name,
-                unit.index,
+                unit.number,
                 owner,
                 index if owner == name else found[owner].index,
                 placed[path],
@@ -105,7 +105,7 @@ def separate_ties(units: list[Unit], facts: dict[str, Facts]) -> None:
                 owner = facts.get(".".join(part for part in (unit.name, prefix, key) if part))
                 if owner is None or owner.name == owner.owner:
                     continue
-                if facts[owner.owner].unit != unit.index:
+                if facts[owner.owner].unit != unit.number:
                     old = module._parameters[key]
                     assert old is not None
                     new = fresh.setdefault(

@@ -189,12 +189,12 @@ def _flats(
             flat = Flat(bucket, topology.dp, topology.device, whole=zero == 0, of=first.get(key))
             if key in tied:
                 first.setdefault(key, flat)
-            flats.setdefault(unit.index, []).append(flat)
+            flats.setdefault(unit.number, []).append(flat)
     return flats
 
 
 def _borders(topology: Topology, home: list[int], timeout: float) -> dict[int, Border]:
-    """The borders that this rank shares with another, over channels that all ranks open together."""
+    """The borders that this rank shares with another, over channels opened by all together."""
     far = {s: (home[s - 1], home[s]) for s in range(1, len(home)) if home[s - 1] != home[s]}
     edges = {s: (Edge(a, b, "activations"), Edge(b, a, "gradients")) for s, (a, b) in far.items()}
     channels = open_channels(topology, (edge for pair in edges.values() for edge in pair), timeout)

@@ -164,6 +164,6 @@ def _set_scalars(parts: Parts, scalars: dict[str, dict[str, float]]) -> None:
 
 
 def _prime(parts: Parts) -> None:
-    """Make the optimizer allocate its state, by a step on zero gradients; all of it is then loaded."""
+    """Make the optimizer allocate its state by a step on zero gradients; it is loaded over."""
     if parts.optimizer.inner is not None and not parts.optimizer.inner.state:
         parts.optimizer.inner.step()

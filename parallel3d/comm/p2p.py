@@ -39,7 +39,7 @@ class Channel:
         self, axis: Axis, group: dist.ProcessGroup | None, peer: int, purpose: str
     ) -> None:
         self.axis, self.group, self.peer, self.purpose = axis, group, peer, purpose
-        self._sent: list[tuple[dist.Work, Tensor]] = []
+        self._sent: list[tuple[Any, Tensor]] = []
 
     def send(self, tensors: Sequence[Tensor]) -> None:
         """Hand over contiguous tensors; each is kept until it has gone."""
@@ -50,7 +50,7 @@ class Channel:
             if data.numel():
                 self._sent.append((dist.isend(data, self.peer, group=self.group), data))
 
-    def post(self, buffers: Sequence[Tensor]) -> list[dist.Work]:
+    def post(self, buffers: Sequence[Tensor]) -> list[Any]:
         """Post the receives of one message; ``wait`` for each before reading its buffer."""
         works = []
         for buffer in buffers:

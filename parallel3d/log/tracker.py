@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import queue
 import secrets
 import threading
@@ -106,6 +107,10 @@ class Tracker:
             self._began = None
 
     def _init(self, arguments: Mapping[str, Any]) -> None:
+        if arguments["mode"] == "offline":
+            # Else W&B 0.31 posts statistics of itself when the process ends, and where packets are
+            # dropped without a word, as on many compute nodes, that costs 10 s.
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb  # takes long, and most processes never need it
 
         settings = wandb.Settings(

@@ -1,9 +1,9 @@
 """The gradient norm over everything, with every parameter counted once, and clipping by it.
 
-[Note: slots] There is one slot for each (parameter, tp shard, dp slice), at every ZeRO stage. Each is
-written by exactly one rank, so the sum over the world only adds zeros and is exact, and then every
-rank adds up the slots in one fixed order: the norm has the same bits however the model is cut over
-pipeline stages or ZeRO stages, and on every rank.
+[Note: slots] There is one slot for each (parameter, tp shard, dp slice), at every ZeRO stage. Each
+is written by exactly one rank, so the sum over the world only adds zeros and is exact, and then
+every rank adds up the slots in one fixed order: the norm has the same bits however the model is cut
+over pipeline stages or ZeRO stages, and on every rank.
 """
 
 from __future__ import annotations

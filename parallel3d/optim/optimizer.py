@@ -46,16 +46,16 @@ class ShardedOptimizer:
             for group, start, stop in _group_ranges(flat):
                 self.updated.setdefault(group, []).append(_updated(flat, start, stop))
         held = [
-            {**options, "params": [part.parameter for part in self.updated[index]]}
-            for index, options in enumerate(groups)
-            if index in self.updated
+            {**options, "params": [part.parameter for part in self.updated[at]]}
+            for at, options in enumerate(groups)
+            if at in self.updated
         ]
         self.inner = make(held) if held else None
         # A rank that holds nothing of the first group still reports its learning rate.
         probe = {**(groups[0] if groups else {}), "params": [nn.Parameter(torch.zeros(1))]}
         self._first_lr = float(make([probe]).param_groups[0].get("lr", 0.0))
-        for group in self.inner.param_groups if self.inner else []:
-            group.setdefault("initial_lr", group.get("lr", 0.0))
+        for held_group in self.inner.param_groups if self.inner else []:
+            held_group.setdefault("initial_lr", held_group.get("lr", 0.0))
 
     @property
     def lr(self) -> float:

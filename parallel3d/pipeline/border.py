@@ -25,15 +25,20 @@ from torch.utils._pytree import (
 class Link(Protocol):
     """What a border needs of a channel (see ``comm.p2p.Channel``)."""
 
-    def send(self, tensors: Sequence[Tensor]) -> None: ...
+    def send(self, tensors: Sequence[Tensor]) -> None:
+        """Hand over tensors."""
 
-    def post(self, buffers: Sequence[Tensor]) -> list[Any]: ...
+    def post(self, buffers: Sequence[Tensor]) -> list[Any]:
+        """Post receives; each result has a ``wait()``."""
 
-    def send_description(self, description: Any) -> None: ...
+    def send_description(self, description: Any) -> None:
+        """Say what the next message is made of."""
 
-    def receive_description(self) -> Any: ...
+    def receive_description(self) -> Any:
+        """Wait for what ``send_description`` says."""
 
-    def flush(self) -> None: ...
+    def flush(self) -> None:
+        """Wait until everything sent has gone."""
 
 
 class Leaf(NamedTuple):
@@ -84,15 +89,15 @@ class Border:
             text, about = self.activations.receive_description()
             self._known[key] = treespec_loads(text), about
         spec, description = self._known[key]
-        leaves = [leaf and self._buffer(leaf) for leaf in description]
+        leaves = [None if leaf is None else self._buffer(leaf) for leaf in description]
         works = self.activations.post([leaf for leaf in leaves if leaf is not None])
 
         def wait() -> Any:
             for work in works:
                 work.wait()
             for leaf, about in zip(leaves, description, strict=True):
-                if about is not None and about.needs_grad:
-                    leaf.requires_grad_()
+                if leaf is not None and about is not None:
+                    leaf.requires_grad_(about.needs_grad)
             return tree_unflatten(leaves, spec)
 
         return wait

@@ -33,7 +33,7 @@ class SumLoss:
         self._kept: dict[int, tuple[Tensor, list[Any]]] = {}
 
     def begin(self, targets: list[Any], scale: Callable[[], Tensor] | None) -> None:
-        """Start a step; ``scale()`` gives one over the global number of items, None without gradients."""
+        """Start a step; ``scale()`` is one over the global number of items, None in evaluation."""
         self._kept.clear()
         self.targets, self.scale = targets, scale
         self.total: Tensor | None = None
@@ -55,7 +55,7 @@ class SumLoss:
         """Gradients of the output's leaves that need one, in order."""
         loss, leaves = self._kept.pop(microbatch)
         if loss.requires_grad:
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         gradients = []
         for leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.requires_grad:

@@ -1,11 +1,13 @@
-"""The interpreter: one loop over a rank's actions, one method per op. Nobody else decides what is next."""
+"""The interpreter: one loop over a rank's actions, one method per op.
+
+Nobody else decides what comes next.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
-
 
 from torch import Tensor
 

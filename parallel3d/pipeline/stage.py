@@ -23,9 +23,9 @@ from ..rng import seed_of
 
 
 class Unit(NamedTuple):
-    """One element of the model: its index and name in the whole model, and the module."""
+    """One element of the model: its number and name in the whole model, and the module."""
 
-    index: int
+    number: int
     name: str
     module: nn.Module
 
@@ -89,7 +89,7 @@ class Stage:
         self._mode(training=False)
         with torch.no_grad():
             for unit in self.units:
-                self.before(unit.index)
+                self.before(unit.number)
                 _seed(seed, unit)
                 x = tree_map_only(Tensor, _contiguous, self._call(unit, x))
         return x
@@ -100,7 +100,7 @@ class Stage:
         self._seeds[microbatch] = seed
         kept = self._kept[microbatch] = []
         for unit in self.units:
-            self.before(unit.index)
+            self.before(unit.number)
             leaves, spec = tree_flatten(x)
             segment = Segment(leaves, spec)
             if self.recompute:
@@ -125,9 +125,9 @@ class Stage:
             if self.recompute:
                 self._again(unit, segment, seed)
             gradients = _backward(segment, gradients)
-            self.check(unit.index)
+            self.check(unit.number)
             if last:
-                self.after(unit.index)
+                self.after(unit.number)
         return gradients
 
     def _trace(self, unit: Unit, segment: Segment, seed: int) -> Any:
@@ -145,7 +145,7 @@ class Stage:
         return tree_unflatten(handed, spec)
 
     def _outline(self, unit: Unit, segment: Segment, seed: int) -> Any:
-        """Forward without a graph, for a recompute: an output may need a gradient if any part does."""
+        """Forward without a graph: an output may need a gradient if any part does."""
         _seed(seed, unit)
         with torch.no_grad():
             x = tree_unflatten(segment.leaves, segment.spec)
@@ -245,4 +245,4 @@ def _differentiable(leaf: Any) -> bool:
 
 
 def _seed(seed: int, unit: Unit) -> None:
-    torch.manual_seed(seed_of(seed, unit.index))
+    torch.manual_seed(seed_of(seed, unit.number))

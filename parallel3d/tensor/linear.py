@@ -44,7 +44,8 @@ class _ColumnLinear(Function):
             grad_weight = rows.t() @ x.reshape(-1, x.shape[-1])
         if ctx.needs_input_grad[2]:
             grad_bias = rows.sum(0)
-        return pending and pending.wait(), grad_weight, grad_bias, None
+        grad_x = None if pending is None else pending.wait()
+        return grad_x, grad_weight, grad_bias, None
 
 
 class _RowLinear(Function):

@@ -1,4 +1,4 @@
-"""The autograd doors of a tensor-parallel region, in conjugate pairs (Megatron-LM, 2019, section 3).
+"""The autograd doors of a tensor-parallel region (Megatron-LM, arXiv 1909.08053, section 3).
 
 copy_to      forward: nothing      backward: all-reduce
 reduce_from  forward: all-reduce   backward: nothing

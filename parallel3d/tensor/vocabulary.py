@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..placement import Placement, Shard, cut
+from ..placement import Placement, Shard, cut, pieces_along
 from ..rng import draw_rows
 from ..topology import Axis
 from .linear import ColumnParallelLinear
@@ -120,7 +120,7 @@ class VocabParallelLinear(ColumnParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         """``[..., k]`` to ``[..., ceil(V / t)]``."""
         logits = super().forward(x)
-        used = self.placements()["weight"].pieces(self.axis.size, self.axis.rank)[0].length
+        used = pieces_along(self.placements()["weight"], self.axis, 0, logits.shape[-1])[0].length
         if used == logits.shape[-1]:
             return logits
         padding = torch.arange(logits.shape[-1], device=logits.device) >= used
@@ -128,7 +128,7 @@ class VocabParallelLinear(ColumnParallelLinear):
 
 
 def check_range(ids: Tensor, size: int, message: str) -> None:
-    """Raise IndexError for an id outside 0..size-1; on CUDA assert on the device, without a sync."""
+    """Raise IndexError for an id outside 0..size-1; on CUDA assert it on the device."""
     inside = ((ids >= 0) & (ids < size)).all()
     if ids.device.type == "cpu":
         if not inside:

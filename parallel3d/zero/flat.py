@@ -1,8 +1,8 @@
 """A flat buffer: parameters of one unit in one piece of memory, and their gradients in another.
 
-[Note: borders] Parameters, and the borders between the shards of the ``dp`` ranks, start at multiples
-of 64 elements. Fused optimizer kernels treat the last few elements of a piece differently, so other
-borders would change bits with the layout.
+[Note: borders] Parameters, and the borders between the shards of the ``dp`` ranks, start at
+multiples of 64 elements. Fused optimizer kernels treat the last few elements of a piece
+differently, so other borders would change bits with the layout.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Flat:
         self.owned = (axis.rank * self.shard, (axis.rank + 1) * self.shard)
         dtype = held[0].parameter.dtype
         wide = torch.promote_types(dtype, torch.float32)
-        self.data = of.data if of else torch.zeros(length, dtype=dtype, device=device)
+        self.data: Tensor = of.data if of else torch.zeros(length, dtype=dtype, device=device)
         self.grad = torch.zeros(length, dtype=wide, device=device)
         self._adopt()
         self.updated = (0, length) if whole else self.owned
@@ -105,7 +105,7 @@ class Flat:
         return self.grad[slice(*self.updated)]
 
     def owned_parts(self) -> list[tuple[Held, int, int]]:
-        """``(held, start, stop)`` in the flat buffer, of each parameter's part in the owned shard."""
+        """``(held, start, stop)`` in the buffer, of each parameter's part in the owned shard."""
         return self.parts(*self.owned)
 
     def parts(self, low: int, high: int) -> list[tuple[Held, int, int]]:

@@ -9,7 +9,6 @@ Per rank and step either sends ``2 n (d - 1) / d`` elements for ``n`` on ``d`` r
 
 from __future__ import annotations
 
-
 from ..comm.collectives import Pending, start_all_gather, start_reduce_scatter
 from ..topology import Axis
 from .flat import Flat
