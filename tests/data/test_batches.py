@@ -54,12 +54,21 @@ def test_each_epoch_is_another_permutation_and_a_resume_continues_it(sixty_four:
 
 
 @pytest.mark.report("pytorch/torchtitan#816")
-def test_another_dp_size_repeats_and_drops_nothing(sixty_four: Path) -> None:
-    data = files(sixty_four)
-    for dp in (1, 2, 4, 8):
-        share = 8 // dp
-        parts = [ids(data, range(3, 4), range(r * share, r * share + share)) for r in range(dp)]
-        assert [i for part in parts for i in part] == ids(data, range(3, 4))
+@pytest.mark.report("pytorch/pytorch#31771")
+@pytest.mark.parametrize("dp", [2, 4, 8])
+def test_another_dp_size_from_any_step_on_repeats_and_drops_nothing(
+    sixty_four: Path, dp: int
+) -> None:
+    # 24 of the 64 samples by one rank; then each of the others reads its slots on its own.
+    seen = ids(files(sixty_four), range(3))
+    share = 8 // dp
+    for rank in range(dp):
+        slots = range(rank * share, (rank + 1) * share)
+        part = ids(files(sixty_four), range(3, 8), slots)
+        whole = ids(files(sixty_four), range(3, 8))
+        assert part == [whole[8 * step + slot] for step in range(5) for slot in slots]
+        seen += part
+    assert sorted(seen) == list(range(64))
 
 
 @pytest.mark.report("deepspeedai/DeepSpeed#326")

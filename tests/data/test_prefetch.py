@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ def broken(step: int, slots: Sequence[int]) -> None:
 
 @WORKERS
 @pytest.mark.report("wyim-pgl/transgenic#59")
+@pytest.mark.report("NVIDIA/Megatron-LM#441")
 def test_steps_come_in_order_and_a_resume_continues(tmp_path: Path, workers: int) -> None:
     data = TokenFiles(counting(tmp_path / "a", [257]), 4, 8, validation_share=0)
     whole = [data.train(step, range(4)) for step in range(12)]
@@ -62,9 +64,12 @@ def test_random_numbers_depend_on_seed_step_and_slots_alone() -> None:
     assert drawn([0, 1], 0, seed=1) != first
 
 
-def test_an_error_in_a_worker_is_raised_with_its_message() -> None:
+def test_an_error_in_a_worker_is_raised_with_its_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    # After an error torch gives its workers 5 s to end, then ends them: here it need not wait.
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.1)
     with pytest.raises(ValueError, match="step 3 is bad"):
         list(Prefetch(broken, [0], 3, 5, workers=1))
+    gc.collect()
 
 
 def test_a_negative_number_of_workers_is_refused() -> None:
