@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -12,6 +14,7 @@ class Cut(nn.Linear):
     def __init__(self, local: int, rows: tuple[int, ...]) -> None:
         super().__init__(8, local)
         self.rows = rows
+        self.axis = SimpleNamespace(size=2)
 
     def placements(self) -> dict[str, Placement]:
         return {"weight": Shard(0, self.rows), "bias": Shard(0, self.rows)}

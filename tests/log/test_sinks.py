@@ -57,10 +57,11 @@ def test_a_saved_step_stands_in_the_file_before_its_checkpoint_can(tmp_path: Pat
 @pytest.mark.report("huggingface/pytorch-image-models#1309")
 @pytest.mark.report("Emerge-Lab/PufferDrive#468")
 def test_of_eight_ranks_on_two_nodes_one_writes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fake: FakeWandb,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    fake = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", fake)
     for rank in range(8):
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("LOCAL_RANK", str(rank % 4))
@@ -74,10 +75,8 @@ def test_of_eight_ranks_on_two_nodes_one_writes(
 
 
 def test_wandb_gets_the_row_of_the_file_and_what_is_its_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake: FakeWandb, tmp_path: Path
 ) -> None:
-    fake = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", fake)
     run = log(tmp_path, mode="offline")
     run.evaluated(1, 1.25)
     run.step(record(1, loss=math.nan), {"stage/0/memory": 3.0})
@@ -104,38 +103,54 @@ def wandb_server(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempP
     """A W&B server that counts who calls; W&B's own folders lie apart."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
+        monkeypatch.delenv("WANDB_ERROR_REPORTING", raising=False)
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
         for name in ("CACHE", "CONFIG", "DATA", "ARTIFACT"):
             monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path_factory.mktemp(name)))
         yield server
 
 
+JOB = """
+import math, sys
+from pathlib import Path
+from parallel3d.log.sinks import Log, WandbSettings
+from tests.log.records import record
+
+folder, first, last = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+offline = WandbSettings(mode="offline")
+log = Log(folder, {}, is_rank0=True, num_steps=9, wandb=offline, resume_step=first - 1)
+for step in range(first, last + 1):
+    if step % 4 == 0:
+        log.evaluated(step, 1.5)
+    log.step(record(step, loss=math.nan if step == 6 else 0.1 * step + 0.2))
+log.close()
+"""
+
+
 def test_offline_files_hold_what_the_lines_hold_over_a_resume(
-    tmp_path: Path, wandb_server: socket.socket, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, wandb_server: socket.socket
 ) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    for first, last, resume in ((1, 7, 0), (5, 9, 4)):
-        run = log(folder, mode="offline", resume_step=resume)
-        for step in range(first, last + 1):
-            if step % 4 == 0:
-                run.evaluated(step, 1.5)
-            run.step(record(step, loss=(math.nan if step == 6 else 0.1 * step + 0.2)))
-        run.close()
-    assert not caplog.records
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    for first, last in ((1, 7), (5, 9)):
+        command = [sys.executable, "-c", JOB, str(folder), str(first), str(last)]
+        done = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
+        assert done.stderr == ""
 
-    files = sorted(folder.glob("wandb/offline-run-*/run-*.wandb"), key=lambda f: f.stat().st_mtime)
+    files = sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))
     assert len(files) == 2
     ids = {m.run.run_id for f in files for m in wandb_records(f) if m.HasField("run")}
     assert len(ids) == 1
     history = [row for file in files for row in wandb_history(file)]
-    assert [row["_step"] for row in history] == sorted({row["_step"] for row in history})
+    assert [row["step"] for row in history] == [*range(1, 8), *range(5, 10)]
+    assert [row["_step"] for row in history] == [*range(1, 8), *range(8, 13)]
 
     by_step = {row["step"]: row for row in history}  # the later attempt's where there are two
+    assert [row["step"] for row in rows(folder)] == list(range(1, 10))
     for row in rows(folder):
         sent = by_step[row["step"]]
         assert {key: sent[key] for key in row} == row
-    assert [row["step"] for row in rows(folder)] == sorted(by_step) == list(range(1, 10))
 
-    with pytest.raises(BlockingIOError):
-        wandb_server.accept()
+    with pytest.raises(BlockingIOError):  # nobody has called
+        wandb_server.accept()[0].close()

@@ -13,13 +13,6 @@ from parallel3d.log.tracker import Tracker
 from .records import FakeWandb, record
 
 
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
-    module = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", module)
-    return module
-
-
 def tracker(folder: Path, **changes: Any) -> Tracker:
     return Tracker(folder, {"a": {"b": 1}}, **({"mode": "offline", "project": "p"} | changes))
 
