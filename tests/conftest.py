@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 import torch
@@ -23,6 +24,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(without_device)
+
+
+def pytest_unconfigure() -> None:
+    if world := sys.modules.get("tests.world"):
+        world.stop_server()
 
 
 @pytest.fixture(autouse=True)

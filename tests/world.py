@@ -14,6 +14,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -162,3 +163,9 @@ def _end(ranks: Sequence[BaseProcess]) -> None:
     for process in ranks:
         process.join()
         process.close()
+
+
+def stop_server() -> None:
+    """End the process that ranks are forked from, and wait for it: nothing outlives the tests."""
+    # It would end by itself, but only some time after this process has.
+    forkserver._forkserver._stop()
