@@ -1,0 +1,219 @@
+"""Tokens per second of each layout as a ratio to plain PyTorch on the same cores.
+
+    python tools/bench/layouts.py [layouts=1x2x1,2x1x1,...] [pairs=5] [zero=1] [schedule=1f1b]
+
+Ranks of one thread against one process of as many threads as this machine has cores. The two take
+turns within one run: a step of plain PyTorch, a step of the layout, again and again; a ratio is
+taken of each pair, and the median of the pairs is reported. Bytes are what the ledger counted in a
+step, over all ranks, beside the lower bound without padding. A line of JSON goes to results/.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from models import llama
+from parallel3d import Engine, Grid, Topology, vocab_parallel_cross_entropy
+from tools.bench.peak import PeakBytes
+from tools.bench.plain import (
+    BATCH,
+    FFN,
+    HEADS,
+    LAYERS,
+    MICRO,
+    SEQ,
+    VOCAB,
+    WIDTH,
+    Reference,
+    batch,
+)
+
+LAYOUTS = "1x2x1,2x1x1,1x1x2,2x2x1,1x2x2,2x1x2,2x2x2"
+RESULTS = Path(__file__).parent / "results"
+
+
+def reference_main(pipe: Connection) -> None:
+    """Wait for a step number, do the step, answer its seconds."""
+    torch.set_num_threads(os.cpu_count() or 1)
+    reference = Reference()
+    while (number := pipe.recv()) is not None:
+        began = time.perf_counter()
+        loss = reference.step(number)
+        pipe.send((time.perf_counter() - began, loss))
+
+
+def rank_main(
+    pipe: Connection, rank: int, grid: Grid, store: str, zero: int, schedule: str
+) -> None:
+    """One rank of a layout: step numbers in, seconds, losses and counts out."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(grid.size), "LOCAL_RANK": str(rank)}
+    os.environ["LOCAL_WORLD_SIZE"] = str(grid.size)
+    torch.set_num_threads(1)
+    with Topology.init(grid.pp, grid.dp, grid.tp, init_method=store) as topology:
+        engine = make_engine(topology, zero, schedule)
+        while (number := pipe.recv()) is not None:
+            share = [torch.tensor_split(t, grid.dp)[topology.dp.rank] for t in batch(abs(number))]
+            engine.parts.ledger.reset()
+            began = time.perf_counter()
+            if number >= 0:
+                loss, peak = engine.train_step(*share).loss, 0
+            else:
+                with PeakBytes(resident(engine)) as counted:
+                    loss = engine.train_step(*share).loss
+                peak = counted.peak
+            pipe.send((time.perf_counter() - began, loss, engine.parts.ledger.bytes(), peak))
+
+
+def make_engine(topology: Topology, zero: int, schedule: str) -> Engine:
+    """The same model and optimizer as the reference's."""
+    with torch.device("meta"):
+        model = llama.build(
+            topology,
+            vocab_size=VOCAB,
+            width=WIDTH,
+            num_layers=LAYERS,
+            num_heads=HEADS,
+            ffn_width=FFN,
+            max_seq_len=SEQ,
+            num_kv_heads=HEADS,
+        )
+    return Engine(
+        model,
+        topology,
+        loss_fn=partial(vocab_parallel_cross_entropy, axis=topology.tp),
+        optimizer=partial(torch.optim.AdamW, lr=3e-4, fused=True),
+        num_microbatches=BATCH // topology.dp.size // MICRO,
+        zero=zero,
+        schedule=schedule,
+        max_grad_norm=1.0,
+    )
+
+
+def resident(engine: Engine) -> list[torch.Tensor]:
+    """What lives between two steps."""
+    shards, optimizer = engine.parts.shards, engine.parts.optimizer
+    kept = [tensor for flat in shards.all() for tensor in (flat.data, flat.grad, flat.master)]
+    for part in optimizer.parts():
+        kept += [t for t in optimizer.state(part).values() if isinstance(t, torch.Tensor)]
+    return kept
+
+
+def lower_bound(grid: Grid) -> dict[str, int]:
+    """Bytes of a step over all ranks, without padding, from the sizes alone."""
+    matrices = LAYERS * (4 * WIDTH * WIDTH + 3 * WIDTH * FFN) + 2 * VOCAB * WIDTH
+    vectors = WIDTH * (2 * LAYERS + 1)
+    dp = 2 * (grid.dp - 1) * (matrices + vectors * grid.tp) * 4
+    activations = BATCH * SEQ * WIDTH * 4
+    # Forward and backward of each block: two all-reduces each; then the embedding's output and
+    # the head's input gradient; then three numbers a token for the loss.
+    reduced = (4 * LAYERS + 2) * activations + 3 * BATCH * SEQ * 4
+    return {
+        "pp": 2 * (grid.pp - 1) * activations * grid.tp,
+        "dp": dp,
+        "tp": 2 * (grid.tp - 1) * reduced,
+    }
+
+
+def measure(layout: str, pairs: int, zero: int, schedule: str) -> dict[str, Any]:
+    """Ratios of one layout, its bytes and its peak."""
+    grid, context = Grid.parse(layout), get_context("spawn")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with TemporaryDirectory() as folder:
+        store = f"file://{folder}/store"
+        targets = [(reference_main, ())]
+        targets += [(rank_main, (r, grid, store, zero, schedule)) for r in range(grid.size)]
+        workers, pipes = [], []
+        for target, arguments in targets:
+            ours, theirs = context.Pipe()
+            workers.append(context.Process(target=target, args=(theirs, *arguments), daemon=True))
+            workers[-1].start()
+            pipes.append(ours)
+        plain, ranks = pipes[0], pipes[1:]
+        rows = [(turn([plain], n)[0], turn(ranks, n)) for n in range(pairs + 1)]
+        counted = turn(ranks, -(pairs + 1))
+        for pipe in pipes:
+            pipe.send(None)
+        for worker in workers:
+            worker.join(30)
+    times = [(one[0], max(rank[0] for rank in many)) for one, many in rows[1:]]
+    bytes_of = {axis: sum(rank[2].get(axis, 0) for rank in counted) for axis in ("pp", "dp", "tp")}
+    return {
+        "layout": layout,
+        "ratio": round(statistics.median(one / many for one, many in times), 3),
+        "ratios": [round(one / many, 3) for one, many in times],
+        "best_ratio": round(min(t[0] for t in times) / min(t[1] for t in times), 3),
+        "tokens_per_second": round(BATCH * SEQ / statistics.median(t[1] for t in times)),
+        "plain_tokens_per_second": round(BATCH * SEQ / statistics.median(t[0] for t in times)),
+        "bytes": bytes_of,
+        "lower_bound": lower_bound(grid),
+        "peak_tensor_bytes": [rank[3] for rank in counted],
+        "loss": [rows[0][1][0][1], rows[-1][1][0][1]],
+    }
+
+
+def turn(pipes: list[Any], number: int) -> list[Any]:
+    """One step of the one or the other."""
+    for pipe in pipes:
+        pipe.send(number)
+    return [pipe.recv() for pipe in pipes]
+
+
+def main(arguments: list[str]) -> None:
+    """Measure, print a table, append a line per layout."""
+    options = {"layouts": LAYOUTS, "pairs": "5", "zero": "1", "schedule": "1f1b"}
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        if key not in options:
+            raise SystemExit(f"{key} is not a key; the keys are {', '.join(options)}")
+        options[key] = value
+    table = Table(
+        "layout", "ratio", "best", "tokens/s", "MB pp", "MB dp", "MB tp", "bound", "peak MB"
+    )
+    RESULTS.mkdir(exist_ok=True)
+    about = {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+        "torch": torch.__version__,
+        "commit": subprocess.getoutput("git rev-parse --short HEAD"),
+        "zero": int(options["zero"]),
+        "schedule": options["schedule"],
+    }
+    for layout in options["layouts"].split(","):
+        row = measure(layout, int(options["pairs"]), int(options["zero"]), options["schedule"])
+        with (RESULTS / "layouts.jsonl").open("a") as file:
+            file.write(json.dumps({**about, **row}) + "\n")
+        sent = [f"{row['bytes'][axis] / 1e6:.1f}" for axis in ("pp", "dp", "tp")]
+        bound = " + ".join(f"{row['lower_bound'][axis] / 1e6:.1f}" for axis in ("pp", "dp", "tp"))
+        table.add_row(
+            layout,
+            f"{row['ratio']:.2f}",
+            f"{row['best_ratio']:.2f}",
+            f"{row['tokens_per_second']:,}",
+            *sent,
+            bound,
+            f"{max(row['peak_tensor_bytes']) / 1e6:.0f}",
+        )
+        print(json.dumps(row), file=sys.stderr, flush=True)
+    Console(width=110).print(table)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
