@@ -46,10 +46,37 @@ def load_state(parts: Parts, folder: Path) -> dict[str, Any]:
     return meta
 
 
+def load_weights(parts: Parts, folder: Path) -> dict[str, Any]:
+    """Fill this rank's part of parameters and buffers only, in the precision they have here."""
+    parts.shards.settle()
+    fragments = [*_weights(parts, saving=False), *_rest(parts, saving=False)]
+    meta = load(folder, fragments, parts.topology.world, convert=True, subset=True)
+    parts.shards.publish()
+    return meta
+
+
 def whole_state(parts: Parts) -> dict[str, Tensor]:
     """Whole tensors on rank 0, under every name of the model."""
     parts.shards.settle()
-    fragments = [*_weights(parts, saving=True), *_rest(parts, saving=True)]
+    whole = _join(parts, [*_weights(parts, saving=True), *_rest(parts, saving=True)])
+    if parts.topology.rank > 0:
+        return {}
+    for fact in parts.facts.values():
+        whole[fact.name] = whole[fact.owner]
+    return whole
+
+
+def whole_gradients(parts: Parts) -> dict[str, Tensor]:
+    """Whole gradients on rank 0, of each trained parameter, between reduction and update."""
+    fragments = []
+    for flat in parts.shards.trained():
+        start, stop = flat.owned
+        fragments += _cuts(parts, flat, start, stop, "grad", flat.owned_grad, start, saving=True)
+    return _join(parts, fragments)
+
+
+def _join(parts: Parts, fragments: list[Fragment]) -> dict[str, Tensor]:
+    """Whole tensors on rank 0, by name, from every rank's fragments; elsewhere {}."""
     whole: dict[str, Tensor] = {}
     keys = all_gather_objects([fragment.key for fragment in fragments], parts.topology.world)
     for key in sorted({key for keys_of_rank in keys for key in keys_of_rank}):
@@ -59,10 +86,6 @@ def whole_state(parts: Parts) -> dict[str, Tensor]:
         if pieces:
             (shape, _, first), placed = pieces[0], [piece[1:] for piece in pieces]
             whole[key.split("/", 1)[1]] = join(shape, first.dtype, placed)
-    if parts.topology.rank > 0:
-        return {}
-    for fact in parts.facts.values():
-        whole[fact.name] = whole[fact.owner]
     return whole
 
 
@@ -116,7 +139,8 @@ def _rest(parts: Parts, saving: bool) -> list[Fragment]:
         for path, tensor in unit.module.state_dict(keep_vars=True).items():
             name = f"{unit.name}.{path}"
             fact = parts.facts.get(name)
-            if path in trained or (fact is not None and (fact.trained or fact.owner != name)):
+            second_use = fact is not None and fact.owner != name
+            if path in trained or (fact is not None and fact.trained) or (saving and second_use):
                 continue
             data = tensor.detach()
             placement = fact.placement if fact else Replicate()
@@ -124,12 +148,12 @@ def _rest(parts: Parts, saving: bool) -> list[Fragment]:
             if saving and (topology.dp.rank > 0 or replicated):
                 continue
             shape = fact.shape if fact else tuple(data.shape)
-            kind = "frozen" if fact else "buffer"
+            key = f"weight/{fact.owner}" if fact else f"buffer/{name}"
             for offset, place in rectangles(
                 placement, tuple(data.shape), topology.tp, 0, data.numel()
             ):
                 piece = data.view(-1)[offset : offset + place.area]
-                found.append(Fragment(f"{kind}/{name}", shape, [place], piece))
+                found.append(Fragment(key, shape, [place], piece))
     return found
 
 

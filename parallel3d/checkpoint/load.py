@@ -50,6 +50,7 @@ def load(
     *,
     convert: bool = False,
     verify: bool = True,
+    subset: bool = False,
 ) -> dict[str, Any]:
     """Fill ``data`` of every rank's fragments in place and return the saved ``meta``. Collective.
 
@@ -59,16 +60,20 @@ def load(
     Moves   the manifest to every rank, and each rank's keys; no tensor data.
 
     With ``strict``, keys, shapes and dtypes must be the same on both sides; ``convert`` allows
-    other dtypes. Without ``strict``, a missing key leaves its fragment as it is, an unexpected one
-    is left out, values are converted to the fragment's dtype, and rank 0 warns with the names;
-    another shape is an error still.
+    other dtypes, ``subset`` saved keys that no fragment wants. Without ``strict``, a missing key
+    leaves its fragment as it is, an unexpected one is left out, values are converted to the
+    fragment's dtype, and rank 0 warns with the names; another shape is an error still.
 
     Raises on every rank before anything is filled: ValueError that lists the differences,
     RuntimeError that names a missing, truncated or corrupt file.
     """
     folder, manifest = on_rank_0(world, lambda: _open(folder, files))
     found = _compare(manifest, fragments, world)
-    _settle(folder, found._replace(dtypes=[]) if convert else found, strict, world)
+    if convert:
+        found = found._replace(dtypes=[])
+    if subset:
+        found = found._replace(unexpected=[])
+    _settle(folder, found, strict, world)
     if lost := _unsound(folder, manifest, world, files, verify):
         raise RuntimeError(f"{lost}; {WAY_OUT}")
     agree(world, lambda: _fill(folder, manifest, fragments, files))

@@ -26,6 +26,8 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from ..config import allow_new_keys, explain
 from ..launch import Launch
 
+OURS = ("parallel3d", "models", "recipes", "__main__")
+
 
 class _TaskFailed(BaseException):
     def __init__(self, error: Exception) -> None:
@@ -60,7 +62,7 @@ def _run(task: Callable[[Any], None], folder: Path, name: str) -> None:
     except HydraException as composition:
         error = explain(composition)
     except _TaskFailed as failed:
-        error = failed.error.with_traceback(None) if _says_all(failed.error) else failed.error
+        error = brief(failed.error)
     if error is not None:
         raise error
 
@@ -69,12 +71,17 @@ def _is_override(argument: str) -> bool:
     return argument.startswith("~") or ("=" in argument and not argument.startswith("-"))
 
 
+def brief(error: Exception) -> Exception:
+    """The error to raise to the user: without the way to it where its message says all."""
+    return error.with_traceback(None) if _says_all(error) else error
+
+
 def _says_all(error: Exception) -> bool:
     """Whether the message is ours and for the user: then the way to it is only noise."""
     trace, last = error.__traceback__, ""
     while trace is not None:
         last, trace = trace.tb_frame.f_globals.get("__name__", ""), trace.tb_next
-    return isinstance(error, ValueError) and last.partition(".")[0] in ("parallel3d", "models")
+    return isinstance(error, ValueError) and last.partition(".")[0] in OURS
 
 
 def command(launch: Launch, *changes: str) -> str:
