@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from types import TracebackType
 from typing import Any
 
@@ -106,7 +107,7 @@ class Grid:
 
 
 def _advice(world_size: int, degrees: dict[str, int]) -> str:
-    """Names the nearest legal value of each degree, the others kept."""
+    """The way out: the nearest legal value of each degree, the others kept."""
     options = []
     for axis, degree in degrees.items():
         rest = Grid(**{a: d for a, d in degrees.items() if a != axis}).size
@@ -119,7 +120,8 @@ def _advice(world_size: int, degrees: dict[str, int]) -> str:
         near = sorted(sorted(legal, key=lambda d: abs(d - degree))[:2])
         if near and degree not in near:
             options.append(f"topology.{axis}={' or '.join(map(str, near))}")
-    return f"change {', '.join(options) or 'topology.*'} or --nproc-per-node"
+    nearest = f" (nearest: {', or '.join(options)})" if options else ""
+    return f"change topology.* or --nproc-per-node{nearest}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +146,7 @@ class Axis:
 
     @classmethod
     def from_group(cls, group: dist.ProcessGroup, name: str = "tp") -> Axis:
-        """The axis of an existing process group; raises if this rank is not in it."""
+        """The axis of an existing process group. ValueError on a rank that is not in it."""
         rank = dist.get_rank(group)
         if rank < 0:
             raise ValueError(
@@ -155,11 +157,22 @@ class Axis:
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh, name: str | None = None) -> Axis:
-        """The axis of a one-dimensional DeviceMesh, for example ``mesh["tp"]``."""
+        """The axis of a one-dimensional DeviceMesh, for example ``mesh["tp"]``.
+
+        Raises ValueError for a mesh of more dims, and for one whose ranks are not in ascending
+        order: its process group would have another order than the mesh.
+        """
         if mesh.ndim != 1:
             raise ValueError(f"a mesh of {mesh.ndim} dims is no axis: slice it, as in mesh['tp']")
         names = mesh.mesh_dim_names or ("tp",)
-        return cls.from_group(mesh.get_group(), name or names[0])
+        axis = cls.from_group(mesh.get_group(), name or names[0])
+        order = mesh.mesh.tolist()
+        if order != list(axis.ranks):
+            raise ValueError(
+                f"the mesh lists its ranks as {order}, but its process group orders them as "
+                f"{list(axis.ranks)}: give the mesh ascending ranks"
+            )
+        return axis
 
 
 class Topology:
@@ -176,7 +189,7 @@ class Topology:
         self.world = axes["world"]
         self.rank = self.world.rank
         self.device = device
-        self._owner = owner
+        self._owner, self._closed = owner, False
 
     @classmethod
     def init(
@@ -210,7 +223,9 @@ class Topology:
             return cls(grid, axes, where, owner=False)
         if not joined:
             _join(launch, where, timeout, backend, init_method)
-        if launch.local_world_size % grid.tp and dist.get_rank() == 0:
+        # A world that no launcher made says nothing about nodes.
+        launched = launch.world_size == grid.size
+        if launched and launch.local_world_size % grid.tp and dist.get_rank() == 0:
             warnings.warn(
                 f"topology.tp = {grid.tp} spans nodes of {launch.local_world_size} processes: its "
                 f"all-reduces cross the network; a tp that divides them stays inside a node",
@@ -218,16 +233,27 @@ class Topology:
             )
         return cls(grid, _axes(grid, timeout), where, owner=not joined)
 
-    @property
+    @cached_property
     def mesh(self) -> DeviceMesh:
-        """The same grid as a DeviceMesh with dims ``pp dp tp``, for DTensor or FSDP2 beside us."""
+        """The same grid as a DeviceMesh with dims ``pp dp tp``, for DTensor or FSDP2 beside us.
+
+        It speaks on the axes' own groups. The first use is collective over the world: an axis of
+        one rank gets its group then. RuntimeError on one process that has no process group.
+        """
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "one process alone has no process group, which a mesh needs: call "
+                "torch.distributed.init_process_group before Topology.init"
+            )
         ranks = torch.arange(self.grid.size).view(self.grid.pp, self.grid.dp, self.grid.tp)
-        groups = [axis.group for axis in (self.pp, self.dp, self.tp)]
-        if any(group is None for group in groups):
-            return DeviceMesh(self.device.type, ranks, mesh_dim_names=AXES)
-        return DeviceMesh.from_group(
-            [g for g in groups if g is not None], self.device.type, ranks, mesh_dim_names=AXES
-        )
+        alone: dist.ProcessGroup | None = None
+        if 1 in ranks.shape:
+            for rank in range(self.grid.size):
+                group = dist.new_group([rank])
+                alone = group if rank == self.rank else alone
+        groups = [axis.group if axis.size > 1 else alone for axis in (self.pp, self.dp, self.tp)]
+        present = [group for group in groups if group is not None]
+        return DeviceMesh.from_group(present, self.device.type, ranks, mesh_dim_names=AXES)
 
     def describe(self) -> str:
         """``rank 5 (pp 1, dp 0, tp 1)``, as error notes spell it."""
@@ -235,9 +261,15 @@ class Topology:
 
     def close(self) -> None:
         """Destroy the process groups this topology made. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
         if self._owner and dist.is_initialized():
             dist.destroy_process_group()
-        self._owner = False
+        elif dist.is_initialized():
+            for axis in (self.pp, self.dp, self.tp):
+                if axis.group is not None:
+                    dist.destroy_process_group(axis.group)
 
     def __enter__(self) -> Topology:
         return self
@@ -270,8 +302,10 @@ def _join(
     launch: Launch, device: torch.device, timeout: float, backend: str | None, init: str | None
 ) -> None:
     nccl = device.type == "cuda" and backend is None
-    if init is None and launch.master_addr is not None:
-        os.environ.setdefault("MASTER_ADDR", launch.master_addr)
+    if init is None and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        # srun sets neither; both are known from SLURM's variables.
+        host, port = launch.master_addr, launch.master_port
+        init = None if None in (host, port) else f"tcp://{host}:{port}"
     dist.init_process_group(
         # Host messages (shapes, errors, names) go by gloo also where tensors go by NCCL.
         backend or ("cpu:gloo,cuda:nccl" if nccl else "gloo"),
