@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from parallel3d.data import TokenFiles
+from parallel3d.data.order import split
 
 from .corpus import counting, write
 
@@ -96,6 +97,18 @@ def test_no_document_is_in_both_parts(tmp_path: Path) -> None:
     held_out = {int(token) for token in x[target != -100]}
     assert len(held_out) > 0
     assert not train & held_out
+
+
+def test_windows_run_on_over_the_documents_of_their_part(tmp_path: Path) -> None:
+    sizes = [5, 9, 2, 7, 11, 0, 3, 8, 6, 1]
+    data = files(counting(tmp_path / "a", sizes), batch=1, share=0.4)
+    documents = torch.arange(sum(sizes)).split(sizes)
+    tokens = torch.cat([documents[i] for i in split(10, 0.4, seed=1)[0]])
+    expected = {tuple(row) for row in tokens.unfold(0, SEQ + 1, SEQ).tolist()}
+    pairs = [data.train(step, [0]) for step in range(data.num_train)]
+    seen = {(*x[0].tolist(), int(target[0, -1])) for x, target in pairs}
+    assert seen == expected
+    assert len(expected) == data.num_train > 4
 
 
 @pytest.mark.report("Lightning-AI/litgpt#2319")

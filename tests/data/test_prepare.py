@@ -43,7 +43,7 @@ def slowly(
         with log.open("a") as file:
             file.write(f"{folder.parent.name}\n")
         folder.mkdir()
-        (folder / "tokens.bin").write_bytes(b"half")
+        (folder / "half").touch()
         started()
         time.sleep(seconds)
         build(source, tokenizer, folder, shown_as)
@@ -154,6 +154,8 @@ def test_when_the_builder_is_killed_another_takes_over(
     os.kill(builder.pid, signal.SIGKILL)
     assert ended(builder, *waiting) == [-signal.SIGKILL, 0, 0]
     assert not (tmp_path / ".out.partial").exists()
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert names == ["meta.json", "offsets.bin", "tokens.bin"]
 
 
 def test_the_tool_prepares_what_it_is_asked_for(text: Path, tmp_path: Path) -> None:

@@ -86,6 +86,7 @@ def test_a_path_that_is_not_there_and_a_folder_without_files_are_refused(tmp_pat
 def test_the_state_changes_with_a_files_size_time_and_name(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("one")
+    os.utime(path, ns=(0, 0))
 
     def state() -> str:
         return open_source(f"text:{tmp_path}").state

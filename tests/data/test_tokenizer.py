@@ -22,7 +22,7 @@ def text(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def hf_folder(tmp_path: Path) -> Path:
-    """A tokenizer as ``save_pretrained`` writes it; it adds a BOS token unless told not to."""
+    """A tokenizer as ``save_pretrained`` writes it; it begins with </s> unless told not to."""
     import tokenizers
     import transformers
 
@@ -34,6 +34,9 @@ def hf_folder(tmp_path: Path) -> Path:
         vocab_size=300, initial_alphabet=alphabet, show_progress=False
     )
     inner.train_from_iterator(TEXTS, trainer)
+    inner.add_special_tokens(["</s>"])
+    end = ("</s>", inner.token_to_id("</s>"))
+    inner.post_processor = tokenizers.processors.TemplateProcessing("</s> $A", None, [end])
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>")
     fast.save_pretrained(str(tmp_path / "hf"))
     return tmp_path / "hf"
