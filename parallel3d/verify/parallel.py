@@ -1,0 +1,112 @@
+"""The side under proof: the engine under a layout, read back as whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from ..assemble.parts import Parts
+from ..assemble.state import whole_gradients
+from ..comm.collectives import all_gather_objects
+from ..engine import Engine, StepResult
+from ..placement import Replicate
+from ..topology import Axis, Topology
+from .cases import Case
+from .subject import Subject
+from .trace import OPTIMIZERS, Run, Setting, Tensors, Trace
+
+
+class Observed(Engine):
+    """An engine that keeps its first gradients, whole, as they are before clipping."""
+
+    gradients: Tensors | None = None
+
+    def _update(self, items: Tensor) -> StepResult:
+        if self.gradients is None:
+            self.gradients = whole_gradients(self.parts)
+        return super()._update(items)
+
+
+def initial_values(topology: Topology, subject: Subject, setting: Setting) -> Tensors:
+    """What training starts from."""
+    return _engine(
+        topology, subject, setting, Case(topology.grid), OPTIMIZERS["sgd"]
+    ).state_dict_whole()
+
+
+def train(
+    topology: Topology, subject: Subject, setting: Setting, cases: Sequence[Case]
+) -> Iterator[Trace]:
+    """Each case's trace, on rank 0; tensors elsewhere are missing."""
+    for case in cases:
+        yield {
+            name: _run(topology, subject, setting, case, make) for name, make in OPTIMIZERS.items()
+        }
+
+
+def _run(
+    topology: Topology,
+    subject: Subject,
+    setting: Setting,
+    case: Case,
+    make: Callable[[Any], torch.optim.Optimizer],
+) -> Run:
+    engine = _engine(topology, subject, setting, case, make)
+    initial = engine.state_dict_whole()
+    batches = (subject.batch(step) for step in range(setting.steps))
+    results = [engine.train_step(*_share(batch, topology.dp)) for batch in batches]
+    losses, norms = [result.loss for result in results], [result.grad_norm for result in results]
+    weights = engine.state_dict_whole()
+    return Run(
+        initial, losses, norms, engine.gradients or {}, weights, _unequal_copies(engine.parts)
+    )
+
+
+def _engine(
+    topology: Topology,
+    subject: Subject,
+    setting: Setting,
+    case: Case,
+    make: Callable[[Any], torch.optim.Optimizer],
+) -> Observed:
+    torch.manual_seed(setting.seed)  # for a model that is built on a real device
+    return Observed(
+        subject.build(topology),
+        topology,
+        loss_fn=subject.loss_under(topology),
+        optimizer=make,
+        num_items=subject.num_items,
+        schedule=case.schedule,
+        num_microbatches=setting.num_microbatches,
+        partition=setting.partition,
+        zero=case.zero,
+        precision="fp64",
+        recompute=case.recompute,
+        max_grad_norm=setting.max_grad_norm,
+        seed=setting.seed,
+    )
+
+
+def _share(batch: Any, dp: Axis) -> Any:
+    """This dp rank's part of a whole batch."""
+    return tree_map_only(Tensor, lambda t: torch.tensor_split(t, dp.size)[dp.rank], batch)
+
+
+def _unequal_copies(parts: Parts) -> list[str]:
+    """Parameters whose values differ between ranks of a dp axis, or of tp where replicated."""
+    mine = {}
+    for flat in parts.shards.trained():
+        for held, _, _ in flat.slots:
+            place = 0 if isinstance(held.placement, Replicate) else parts.topology.tp.rank
+            data = held.parameter.detach().cpu().contiguous().numpy()
+            mine[held.name, place] = blake2b(data.tobytes()).digest()
+    seen: dict[tuple[str, int], set[bytes]] = {}
+    for digests in all_gather_objects(mine, parts.topology.world):
+        for key, digest in digests.items():
+            seen.setdefault(key, set()).add(digest)
+    return sorted({name for (name, _), digests in seen.items() if len(digests) > 1})

@@ -1,0 +1,118 @@
+"""The models of the command line: those of the `models` folder, and a subject of the user's own."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+from ..tensor import vocab_parallel_cross_entropy
+from ..topology import Topology
+from .subject import IGNORED, LossFn, Subject
+
+SEQ_LEN = 16
+# Odd, so that dp ranks and microbatches have unequal shares.
+NUM_SEQUENCES = 9
+# A vocabulary that no tp divides, so that its last part is padded.
+LANGUAGE = {"vocab_size": 257, "width": 128, "num_layers": 4, "num_heads": 4, "max_seq_len": 256}
+GPT = {**LANGUAGE, "ffn_width": 512}
+LLAMA = {**LANGUAGE, "ffn_width": 384, "num_kv_heads": 2}
+MLP = {"in_features": 16, "out_features": 1, "width": 128, "num_layers": 4, "ffn_width": 512}
+PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt_tiny": ("models.gpt", GPT),
+    "llama_tiny": ("models.llama", LLAMA),
+    "mlp": ("models.mlp", MLP),
+}
+
+
+def subject(name: str) -> Subject:
+    """A preset by name, or ``module:attribute``, a ``Subject`` that can be imported.
+
+    Raises ValueError for what is neither; names the nearest.
+    """
+    module, colon, attribute = name.partition(":")
+    try:
+        if colon:
+            found = getattr(import_module(module), attribute)
+        elif name in PRESETS:
+            return of_model(*PRESETS[name])
+        else:
+            close = get_close_matches(name, PRESETS, n=1, cutoff=0.5) or list(PRESETS)
+            raise ValueError(
+                f"model={name} is not one of {', '.join(PRESETS)}; did you mean {close[0]}? A "
+                f"model of your own is model=MODULE:NAME of a parallel3d.verify.Subject"
+            )
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"model={name} cannot be imported ({error}): start from the folder that it lies in"
+        ) from error
+    if not isinstance(found, Subject):
+        raise ValueError(
+            f"model={name} is a {type(found).__name__}, not a parallel3d.verify.Subject"
+        )
+    return found
+
+
+def of_model(module: str, sizes: dict[str, Any]) -> Subject:
+    """The subject of a package with ``build(topology, **sizes)`` and ``reference(**sizes)``."""
+    import_module(module)
+    if "vocab_size" not in sizes:
+        regression = partial(real_batch, sizes["in_features"], sizes["out_features"])
+        return Subject(
+            partial(_build, module, sizes), partial(_reference, module, sizes), summed, regression
+        )
+    length = min(SEQ_LEN, sizes["max_seq_len"])
+    return Subject(
+        partial(_build, module, sizes),
+        partial(_reference, module, sizes),
+        whole_cross_entropy,
+        partial(token_batch, sizes["vocab_size"], length),
+        cut_cross_entropy,
+    )
+
+
+def token_batch(vocab_size: int, length: int, step: int) -> tuple[Tensor, Tensor]:
+    """Random tokens; more targets are masked the later the sequence, and all of the last."""
+    generator = torch.Generator().manual_seed(step)
+    x, target = torch.randint(vocab_size, (2, NUM_SEQUENCES, length), generator=generator)
+    share = torch.arange(1, NUM_SEQUENCES + 1).view(-1, 1) / NUM_SEQUENCES
+    masked = torch.rand(NUM_SEQUENCES, length, generator=generator) < share
+    return x, target.masked_fill(masked, IGNORED)
+
+
+def real_batch(in_features: int, out_features: int, step: int) -> tuple[Tensor, Tensor]:
+    """Random vectors."""
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(NUM_SEQUENCES, in_features, generator=generator)
+    return x, torch.randn(NUM_SEQUENCES, out_features, generator=generator)
+
+
+def whole_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    """The sum over targets that are not masked, of whole logits."""
+    return cross_entropy(logits.flatten(0, -2), target.flatten(), reduction="sum")
+
+
+def cut_cross_entropy(topology: Topology) -> LossFn:
+    """The same of logits that are cut over tp."""
+    return partial(vocab_parallel_cross_entropy, axis=topology.tp)
+
+
+def summed(output: Tensor, target: Tensor) -> Tensor:
+    """The squared error, summed."""
+    return mse_loss(output, target, reduction="sum")
+
+
+def _build(module: str, sizes: dict[str, Any], topology: Topology) -> nn.Sequential:
+    with torch.device("meta"):
+        model: nn.Sequential = import_module(module).build(topology, **sizes)
+    return model
+
+
+def _reference(module: str, sizes: dict[str, Any]) -> nn.Module:
+    model: nn.Module = import_module(module).reference(**sizes)
+    return model
