@@ -260,11 +260,15 @@ class Topology:
         return f"rank {self.rank} (pp {self.pp.rank}, dp {self.dp.rank}, tp {self.tp.rank})"
 
     def close(self) -> None:
-        """Destroy the process groups this topology made. A second call does nothing."""
+        """Destroy the process groups this topology made. A second call does nothing.
+
+        Collective: a rank that left while another still reads from it would end that one.
+        """
         if self._closed:
             return
         self._closed = True
         if self._owner and dist.is_initialized():
+            dist.barrier()
             dist.destroy_process_group()
         elif dist.is_initialized():
             for axis in (self.pp, self.dp, self.tp):
