@@ -1,6 +1,8 @@
-"""The main job: a small GPT on real text under the layout that this machine allows.
+"""The main job: a small GPT on real text, under the layout that this machine allows.
 
-python tools/main_job.py [key=value ...]     further overrides go to recipes/pretrain.py
+    python tools/main_job.py [key=value ...]     further keys go to recipes/pretrain.py
+
+Each call is a new run. Ctrl-C saves it; what continues it is then printed.
 """
 
 from __future__ import annotations
@@ -8,10 +10,13 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 
 import torch
 
@@ -25,70 +30,100 @@ LAYOUTS = {
     3: ["topology.pp=3", "topology.tp=1"],
     4: ["topology.pp=2", "topology.tp=2"],
 }
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Train, then say how good it is and how to go on; the exit code."""
     ranks = min(4, torch.cuda.device_count()) or 4
     given = ["model=gpt_tiny", *LAYOUTS[ranks], *arguments]
     if not any(argument.startswith("name=") for argument in given):
         given.insert(0, f"name=main-{time.strftime('%Y%m%d-%H%M%S')}")
-    config = compose(*given, folder=ROOT / "conf")
+    try:
+        config = compose(*given, folder=ROOT / "conf")
+    except ValueError as error:
+        print(f"ValueError: {error}", file=sys.stderr)
+        return 1
     code = train(ranks, given)
-    if code:
-        return code
-    return report(config, Path(config.run_root, str(config.name)), ranks, given)
+    return code or report(config, ranks, given)
 
 
-def launcher(ranks: int) -> list[str]:
-    """The start of a command line for so many processes."""
-    return ["torchrun", "--standalone", "--nproc-per-node", str(ranks)]
-
-
-def train(ranks: int, given: list[str]) -> int:
-    """Run the recipe; Ctrl-C reaches it too, and it saves before it ends."""
+def train(ranks: int, given: Sequence[str]) -> int:
+    """Run the recipe on so many processes; its exit code."""
     threads = max(1, (os.cpu_count() or 1) // ranks)
-    env = {"OMP_NUM_THREADS": str(threads), **os.environ}
-    recipe = [
-        "-m",
-        "torch.distributed.run",
-        *launcher(ranks)[1:],
-        str(ROOT / "recipes/pretrain.py"),
-    ]
-    with subprocess.Popen([sys.executable, *recipe, *given], env=env) as process:
-        while True:
-            try:
-                return process.wait()
-            except KeyboardInterrupt:
-                continue
+    command = [sys.executable, "-m", *launcher("torch.distributed.run", ranks)]
+    print(f"starting {ranks} processes", flush=True)
+    # In a session of its own a Ctrl-C reaches it once, from here, and not also from the terminal.
+    with subprocess.Popen(
+        [*command, str(ROOT / "recipes/pretrain.py"), *given],
+        env={"OMP_NUM_THREADS": str(threads), **os.environ},
+        start_new_session=True,
+    ) as process:
+        pass_on_first_signal(process)
+        code = process.wait()
+    return code if code >= 0 else 128 - code
 
 
-def report(config: Config, folder: Path, ranks: int, given: list[str]) -> int:
+def pass_on_first_signal(process: subprocess.Popen[bytes]) -> None:
+    """Hand the first signal on; the run then saves and ends, which a second would cut short."""
+    heard = [each for each in PASSED_ON if signal.getsignal(each) is not signal.SIG_IGN]  # nohup
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        for each in heard:
+            signal.signal(each, signal.SIG_IGN)
+        print("\nstopping at the next step", flush=True)
+        process.send_signal(number)
+
+    for each in heard:
+        signal.signal(each, hand_on)
+
+
+def report(config: Config, ranks: int, given: Sequence[str]) -> int:
     """Compare the last validation loss with what a model without context can reach."""
+    folder = Path(config.run_root, str(config.name))
     rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     losses = [row["val_loss"] for row in rows if row.get("val_loss") is not None]
     if not losses:
         print(f"no validation: train.eval_every = {config.train.eval_every}, see {folder}")
-        return 0
+        return 1
     data = config.data
     entropy = TokenFiles(
         str(data.path), data.seq_len, data.global_batch_size, config.seed
     ).unigram_entropy()
     better = losses[-1] < entropy
-    kept = [each for each in given if not each.startswith(("train.steps=", "checkpoint.resume="))]
-    more = ["checkpoint.resume=auto", f"train.steps={2 * config.train.steps}"]
-    resume = [*launcher(ranks), "recipes/pretrain.py", *kept, *more]
-    sample = ["python", "recipes/generate.py", f"run={folder}", "prompt=def ", "num_tokens=200"]
-    sign, verdict = ("<", "the model uses context") if better else (">=", "no better than counting")
+    relation = "below" if better else "NOT below"
     print(
-        f"\nvalidation loss {losses[-1]:.3f} {sign} {entropy:.3f} nats per token, the unigram "
-        f"entropy of the corpus: {verdict}\n"
+        f"\nvalidation loss {losses[-1]:.3f} is {relation} the unigram entropy of the corpus, "
+        f"{entropy:.3f} (nats per token)\n"
         f"run folder  {folder}\n"
-        f"sample      {shlex.join(sample)}\n"
-        f"continue    {shlex.join(resume)}\n"
-        f"(after: source .venv/bin/activate)"
+        f"sample      {shlex.join(sampling(folder))}\n"
+        f"continue    {shlex.join(continuing(config, ranks, given))}"
     )
     return 0 if better else 1
+
+
+def sampling(folder: Path) -> list[str]:
+    """The command line that continues a prompt."""
+    python, script = nearby(Path(sys.executable)), nearby(ROOT / "recipes/generate.py")
+    return [python, script, f"run={folder}", "prompt=def ", "num_tokens=200"]
+
+
+def continuing(config: Config, ranks: int, given: Sequence[str]) -> list[str]:
+    """The command line that trains on, twice as far."""
+    torchrun = nearby(Path(sys.executable).with_name("torchrun"))
+    kept = [each for each in given if not each.startswith(("train.steps=", "checkpoint.resume="))]
+    more = ["checkpoint.resume=auto", f"train.steps={2 * config.train.steps}"]
+    return [*launcher(torchrun, ranks), nearby(ROOT / "recipes/pretrain.py"), *kept, *more]
+
+
+def launcher(program: str, ranks: int) -> list[str]:
+    """torchrun for so many processes on this machine."""
+    return [program, "--standalone", "--nproc-per-node", str(ranks)]
+
+
+def nearby(path: Path) -> str:
+    """A path as one would type it from the working directory."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 if __name__ == "__main__":
