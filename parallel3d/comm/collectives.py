@@ -1,8 +1,9 @@
 """Collectives by axis. On an axis of size 1 nothing is sent and the input comes back.
 
 Bytes are what one rank sends. With ``n`` elements and ``d`` ranks an all-reduce sends
-``2 n (d - 1) / d`` elements, a reduce-scatter, all-gather or all-to-all ``n (d - 1) / d`` with
-``n`` the whole; these are also the lower bounds without reduction inside the network.
+``2 n (d - 1) / d`` elements, a reduce-scatter or all-gather ``n (d - 1) / d`` with ``n`` the whole;
+a broadcast's ``n (d - 1)`` are counted at its source, whoever passes them on. These are also the
+lower bounds without reduction inside the network. Objects go by the host and are not counted.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def all_gather(x: Tensor, axis: Axis, dim: int, *, tag: str = "") -> Tensor:
 def broadcast(x: Tensor, axis: Axis, source: int = 0, *, tag: str = "") -> Tensor:
     """Fill ``x`` on every rank with that of ``source``, a rank of the axis; in place."""
     if axis.size > 1:
-        sent = x.numel() * x.element_size() if axis.rank == source else 0
+        sent = x.numel() * x.element_size() * (axis.size - 1) if axis.rank == source else 0
         record(axis, "broadcast", tag, "issue", sent)
         dist.broadcast(x, axis.ranks[source], group=axis.group)
         record(axis, "broadcast", tag, "wait")

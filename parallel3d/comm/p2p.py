@@ -103,5 +103,5 @@ def open_channels(topology: Topology, edges: Iterable[Edge], timeout: float) -> 
 def _as_real(tensor: Tensor) -> Tensor:
     """Complex numbers travel as pairs, booleans as bytes: not every backend knows them."""
     if tensor.is_complex():
-        return torch.view_as_real(tensor)
+        return torch.view_as_real(tensor.resolve_conj())
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
