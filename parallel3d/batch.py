@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from .comm.collectives import all_gather_objects
 from .rng import seed_of
@@ -32,6 +32,8 @@ def split(x: Any, target: Any, count: int, training: bool) -> Batch:
             raise ValueError("pass either a list of (x, target) microbatches, or x and target")
         if training and not x:
             raise ValueError("an empty list of microbatches: a training step needs one or more")
+        if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in x):
+            raise ValueError("a list must be of (x, target) microbatches: pass a batch as a tensor")
         return Batch([pair[0] for pair in x], [pair[1] for pair in x])
     size = _size(target, "target")
     if x is not None and _size(x, "x") != size:
@@ -47,14 +49,19 @@ def split(x: Any, target: Any, count: int, training: bool) -> Batch:
 
 
 def to_device(batch: Batch, device: torch.device, dtype: torch.dtype, first: bool) -> Batch:
-    """Put a batch on the device, floating inputs in the model's dtype; inputs only if ``first``."""
+    """Put a batch on the device, floating inputs in the model's dtype; inputs only if ``first``.
+
+    No gradient leaves the model: a batch that asks for one is detached.
+    """
 
     def move(tensor: Tensor) -> Tensor:
-        wanted = dtype if tensor.is_floating_point() else tensor.dtype
-        return tensor.to(device, wanted, non_blocking=True)
+        return tensor.detach().to(device, non_blocking=True)
 
-    inputs = [tree_map_only(Tensor, move, x) if first else None for x in batch.inputs]
-    targets = [tree_map_only(Tensor, _to(device), target) for target in batch.targets]
+    def cast(tensor: Tensor) -> Tensor:
+        return move(tensor).to(dtype if tensor.is_floating_point() else tensor.dtype)
+
+    inputs = [tree_map_only(Tensor, cast, x) if first else None for x in batch.inputs]
+    targets = [tree_map_only(Tensor, move, target) for target in batch.targets]
     return Batch(inputs, targets)
 
 
@@ -97,20 +104,17 @@ def _size(tree: Any, what: str) -> int:
 
 
 def _cut(tree: Any, count: int) -> list[Any]:
+    """Parts along dim 0; what has no dim 0 goes to every part."""
     if count == 0:
         return []
-    parts: list[Any] = []
-    for k in range(count):
-
-        def part(tensor: Tensor, k: int = k) -> Tensor:
-            return torch.tensor_split(tensor, count)[k] if tensor.dim() else tensor
-
-        parts.append(tree_map_only(Tensor, part, tree))
-    return parts
-
-
-def _to(device: torch.device) -> Any:
-    return lambda tensor: tensor.to(device, non_blocking=True)
+    leaves, spec = tree_flatten(tree)
+    cut = [
+        torch.tensor_split(leaf, count)
+        if isinstance(leaf, Tensor) and leaf.dim()
+        else [leaf] * count
+        for leaf in leaves
+    ]
+    return [tree_unflatten(list(parts), spec) for parts in zip(*cut, strict=True)]
 
 
 def _fingerprint(batch: Batch) -> tuple[int | None, int]:
@@ -122,6 +126,9 @@ def _fingerprint(batch: Batch) -> tuple[int | None, int]:
 
 def _hash(tree: Any) -> int:
     leaves = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-    data = (leaf.detach().cpu().contiguous().view(-1) for leaf in leaves)
-    texts = [bytes(t.view(torch.uint8).numpy().data).hex() if t.numel() else "" for t in data]
+    texts = []
+    for leaf in leaves:
+        data = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
+        values = bytes(data.view(torch.uint8).numpy().data).hex() if data.numel() else ""
+        texts.append(f"{leaf.dtype} {tuple(leaf.shape)} {values}")
     return seed_of(*texts)

@@ -15,9 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss, _WeightedLoss
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from .stage import enter
 
 IGNORED = -100
+PER_SAMPLE = (nn.MultiLabelMarginLoss, nn.MultiLabelSoftMarginLoss)
 LossFn = Callable[[Any, Any], Tensor]
 
 
@@ -42,7 +45,7 @@ class SumLoss:
         """Compute the loss of a microbatch; outputs narrower than fp32 are widened first."""
         leaves, spec = tree_flatten(output)
         with torch.set_grad_enabled(self.scale is not None):
-            wide = tree_map_only(Tensor, _widen, tree_unflatten(leaves, spec))
+            wide = tree_unflatten([_widen(enter(leaf)) for leaf in leaves], spec)
             loss = self.loss_fn(wide, self.targets[microbatch])
             _check(loss)
             if self.scale is not None:
@@ -64,19 +67,23 @@ class SumLoss:
         return [gradient.contiguous() for gradient in gradients]
 
 
-def _widen(tensor: Tensor) -> Tensor:
-    if tensor.is_floating_point():
-        return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-    return tensor
+def _widen(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor) and leaf.is_floating_point():
+        return leaf.to(torch.promote_types(leaf.dtype, torch.float32))
+    return leaf
 
 
 def _check(loss: Any) -> None:
-    if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
-        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise ValueError(
-            f"loss_fn returned {shape}: it must return a scalar tensor, the SUM over the items of "
-            f"the microbatch, for example nn.MSELoss(reduction='sum')"
-        )
+    if not isinstance(loss, Tensor) or loss.dim() != 0:
+        found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+    elif loss.dtype not in (torch.float32, torch.float64):
+        found = str(loss.dtype)
+    else:
+        return
+    raise ValueError(
+        f"loss_fn returned {found}: it must return a scalar tensor in float32 or float64, the SUM "
+        f"over the items of the microbatch, for example nn.MSELoss(reduction='sum')"
+    )
 
 
 def as_sum(loss_fn: LossFn) -> LossFn:
@@ -96,18 +103,20 @@ def as_sum(loss_fn: LossFn) -> LossFn:
         loss_fn = copy.copy(loss_fn)
         loss_fn.reduction = "sum"
         return loss_fn
-    if _default_reduction(loss_fn) not in (None, "sum"):
-        name = getattr(loss_fn, "__name__", repr(loss_fn))
+    reduction = _reduction(loss_fn)
+    if reduction not in (None, "sum"):
+        name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
         raise ValueError(
-            f"{name} reduces by {_default_reduction(loss_fn)!r}: use "
-            f"functools.partial({name}, reduction='sum')"
+            f"{name} reduces by {reduction!r}: give it reduction='sum', for example by "
+            f"functools.partial"
         )
     return loss_fn
 
 
-def _default_reduction(loss_fn: LossFn) -> str | None:
-    if isinstance(loss_fn, partial) and "reduction" in loss_fn.keywords:
-        return str(loss_fn.keywords["reduction"])
+def _reduction(loss_fn: LossFn) -> str | None:
+    """How a loss says that it reduces, by its attribute or argument ``reduction``."""
+    if hasattr(loss_fn, "reduction"):
+        return str(loss_fn.reduction)
     try:
         parameter = inspect.signature(loss_fn).parameters.get("reduction")
     except (TypeError, ValueError):
@@ -116,9 +125,13 @@ def _default_reduction(loss_fn: LossFn) -> str | None:
 
 
 def default_num_items(loss_fn: LossFn) -> Callable[[Any], Tensor]:
-    """Counts a target's items: integers that are not the loss's ``ignore_index``, or floats."""
+    """Counts a target's items: integers that are not the loss's ``ignore_index``, or floats.
+
+    For a loss of torch's that was switched from mean to sum, it counts what the mean divides by.
+    """
     keywords = loss_fn.keywords if isinstance(loss_fn, partial) else {}
     ignored = keywords.get("ignore_index", getattr(loss_fn, "ignore_index", IGNORED))
+    is_mean = isinstance(loss_fn, _Loss) and loss_fn.reduction == "mean"
 
     def num_items(target: Any) -> Tensor:
         leaves = tree_leaves(target)
@@ -128,7 +141,13 @@ def default_num_items(loss_fn: LossFn) -> Callable[[Any], Tensor]:
                 f"num_items=fn(target) to the engine"
             )
         (leaf,) = leaves
-        if leaf.is_floating_point() or leaf.is_complex():
+        is_floating = leaf.is_floating_point() or leaf.is_complex()
+        if is_mean and isinstance(loss_fn, PER_SAMPLE):
+            return torch.tensor(leaf.shape[:-1].numel(), device=leaf.device)
+        if is_mean and isinstance(loss_fn, nn.CrossEntropyLoss) and is_floating:
+            classes = leaf.shape[min(1, leaf.dim() - 1)]
+            return torch.tensor(leaf.numel() // classes, device=leaf.device)
+        if is_floating:
             return torch.tensor(leaf.numel(), device=leaf.device)
         return (leaf != ignored).sum()
 

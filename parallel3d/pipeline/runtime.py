@@ -76,6 +76,8 @@ class Interpreter:
 
     def run(self, actions: Sequence[Action], step: Step) -> None:
         """Do the actions in order; an error says which one, and what came before it."""
+        for stage in self.stages.values():
+            stage.train(step.training)
         for at, action in enumerate(actions):
             try:
                 self._do[action.op](step, action.stage, action.microbatch)

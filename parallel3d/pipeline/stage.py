@@ -5,6 +5,10 @@ through an identity function, so that it may work in place; the gradient edge of
 kept and the output itself dropped once handed on. So the moment a unit is about to be used, and
 the moment its gradients are complete, are known without hooks, and recompute is per unit. The
 numbers are those of one graph over all units, bit for bit.
+
+[Note: aliases] A unit's outputs that share memory are handed on as separate copies. A unit that
+worked in place on one would change the other too, but only while both lie on one rank, and each
+would get a gradient that knows nothing of the other.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..rng import seed_of
 
@@ -73,7 +77,6 @@ class Stage:
         self.before, self.after, self.check = before, after, check
         self._kept: dict[int, list[Segment]] = {}
         self._seeds: dict[int, int] = {}
-        self._training: bool | None = None
 
     @property
     def in_flight(self) -> int:
@@ -83,31 +86,31 @@ class Stage:
     def clear(self) -> None:
         """Forget unfinished microbatches, after an error."""
         self._kept.clear()
+        self._seeds.clear()
+
+    def train(self, mode: bool) -> None:
+        """Put the units into training or evaluation mode."""
+        for unit in self.units:
+            unit.module.train(mode)
 
     def evaluate(self, x: Any, seed: int) -> Any:
-        """Forward without gradients, in evaluation mode."""
-        self._mode(training=False)
+        """Forward without gradients."""
         with torch.no_grad():
             for unit in self.units:
                 self.before(unit.number)
-                _seed(seed, unit)
-                x = tree_map_only(Tensor, _contiguous, self._call(unit, x))
+                outputs, spec = self._run(unit, *tree_flatten(x), seed)
+                x = tree_unflatten(_hand_on(outputs, [False] * len(outputs)), spec)
         return x
 
     def forward(self, microbatch: int, x: Any, seed: int) -> Any:
         """Run the units on ``x``, a pytree of tensors; ``seed`` keys their random numbers."""
-        self._mode(training=True)
         self._seeds[microbatch] = seed
         kept = self._kept[microbatch] = []
+        forward = self._outline if self.recompute else self._trace
         for unit in self.units:
             self.before(unit.number)
-            leaves, spec = tree_flatten(x)
-            segment = Segment(leaves, spec)
-            if self.recompute:
-                segment.versions = [leaf._version for leaf in leaves if isinstance(leaf, Tensor)]
-                x = self._outline(unit, segment, seed)
-            else:
-                x = self._trace(unit, segment, seed)
+            segment = Segment(*tree_flatten(x))
+            x = forward(unit, segment, seed)
             kept.append(segment)
         return x
 
@@ -132,59 +135,50 @@ class Stage:
 
     def _trace(self, unit: Unit, segment: Segment, seed: int) -> Any:
         """Forward with a graph; the outputs come back as leaves of the next unit."""
-        _seed(seed, unit)
         with torch.enable_grad():
-            leaves = [_enter(leaf) for leaf in segment.leaves]
-            outputs, spec = tree_flatten(self._call(unit, tree_unflatten(leaves, segment.spec)))
-        handed = []
-        for output in outputs:
-            needs = isinstance(output, Tensor) and output.requires_grad
-            if needs:
-                segment.edges.append(get_gradient_edge(output))
-            handed.append(_hand_on(output, needs))
-        return tree_unflatten(handed, spec)
+            leaves = [enter(leaf) for leaf in segment.leaves]
+            outputs, spec = self._run(unit, leaves, segment.spec, seed)
+        needs = [_needs_grad(output) for output in outputs]
+        segment.edges = [
+            get_gradient_edge(output) for output, need in zip(outputs, needs, strict=True) if need
+        ]
+        return tree_unflatten(_hand_on(outputs, needs), spec)
 
     def _outline(self, unit: Unit, segment: Segment, seed: int) -> Any:
         """Forward without a graph: an output may need a gradient if any part does."""
-        _seed(seed, unit)
+        segment.versions = _versions(unit, segment)
         with torch.no_grad():
-            x = tree_unflatten(segment.leaves, segment.spec)
-            outputs, spec = tree_flatten(self._call(unit, x))
-        needs = _may_need_grad(unit, segment)
-        handed = [_hand_on(output, needs and _differentiable(output)) for output in outputs]
-        return tree_unflatten(handed, spec)
+            outputs, spec = self._run(unit, segment.leaves, segment.spec, seed)
+        _check_repeatable(unit, segment)
+        may = _may_need_grad(unit, segment)
+        needs = [may and _differentiable(output) for output in outputs]
+        return tree_unflatten(_hand_on(outputs, needs), spec)
 
     def _again(self, unit: Unit, segment: Segment, seed: int) -> None:
         """Run a unit's forward again, now with a graph, from the input it was given."""
-        tensors = [leaf for leaf in segment.leaves if isinstance(leaf, Tensor)]
-        if segment.versions != [tensor._version for tensor in tensors]:
-            raise RuntimeError(
-                f"unit {unit.name} changes its input in place, so its forward cannot be repeated: "
-                f"use recompute.mode=none, or let it work on a copy"
-            )
-        _seed(seed, unit)
+        self.before(unit.number)
+        _check_repeatable(unit, segment)
         with torch.enable_grad():
-            leaves = [_enter(leaf) for leaf in segment.leaves]
-            outputs, _ = tree_flatten(self._call(unit, tree_unflatten(leaves, segment.spec)))
-        needs = _may_need_grad(unit, segment)
-        for output in outputs:
-            if needs and _differentiable(output):
-                segment.edges.append(get_gradient_edge(output) if output.requires_grad else None)
+            leaves = [enter(leaf) for leaf in segment.leaves]
+            outputs, _ = self._run(unit, leaves, segment.spec, seed)
+        if _may_need_grad(unit, segment):
+            segment.edges = [
+                get_gradient_edge(output) if output.requires_grad else None
+                for output in filter(_differentiable, outputs)
+            ]
 
-    def _call(self, unit: Unit, x: Any) -> Any:
+    def _run(
+        self, unit: Unit, leaves: list[Any], spec: TreeSpec, seed: int
+    ) -> tuple[list[Any], TreeSpec]:
+        """The leaves of what a unit makes of ``leaves``, with the random numbers of its key."""
+        torch.manual_seed(seed_of(seed, unit.number))
         try:
-            return unit.module(x)
+            return tree_flatten(unit.module(tree_unflatten(leaves, spec)))
         except Exception as error:
             error.add_note(
                 f"in unit {unit.name} ({type(unit.module).__name__}), stage {self.index}"
             )
             raise
-
-    def _mode(self, training: bool) -> None:
-        if self._training is not training:
-            for unit in self.units:
-                unit.module.train(training)
-            self._training = training
 
 
 class _Enter(Function):
@@ -211,24 +205,49 @@ def _backward(segment: Segment, gradients: list[Tensor]) -> list[Tensor]:
     found = []
     for leaf in segment.leaves:
         if _needs_grad(leaf):
-            gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.contiguous()
+            gradient = torch.zeros_like(leaf) if leaf.grad is None else _contiguous(leaf.grad)
             leaf.grad = None
             found.append(gradient)
     return found
 
 
-def _enter(leaf: Any) -> Any:
+def enter(leaf: Any) -> Any:
+    """A leaf as it is given to who may work on it in place."""
     return _Enter.apply(leaf) if _needs_grad(leaf) else leaf
 
 
-def _hand_on(output: Any, needs: bool) -> Any:
-    if not isinstance(output, Tensor):
-        return output
-    return _contiguous(output.detach()).requires_grad_(needs)
+def _hand_on(outputs: list[Any], needs: list[bool]) -> list[Any]:
+    """Outputs as leaves of the next unit: contiguous, and no two of them in one memory."""
+    handed, seen = [], set()
+    for output, need in zip(outputs, needs, strict=True):
+        if isinstance(output, Tensor):
+            output = _contiguous(output.detach())
+            address = output.untyped_storage().data_ptr()
+            if address in seen:
+                output = output.clone()
+            seen.add(address)
+            output.requires_grad_(need)
+        handed.append(output)
+    return handed
 
 
 def _contiguous(tensor: Tensor) -> Tensor:
-    return tensor.contiguous()
+    """In the plain layout, which is how it could travel: no strides, no lazy conjugation."""
+    return tensor.resolve_conj().resolve_neg().contiguous()
+
+
+def _versions(unit: Unit, segment: Segment) -> list[int]:
+    """How often what a repeated forward would start from has been written."""
+    tensors = [leaf for leaf in segment.leaves if isinstance(leaf, Tensor)]
+    return [tensor._version for tensor in (*tensors, *unit.module.buffers())]
+
+
+def _check_repeatable(unit: Unit, segment: Segment) -> None:
+    if segment.versions != _versions(unit, segment):
+        raise RuntimeError(
+            f"unit {unit.name} changes its input or a buffer in place, so its forward cannot be "
+            f"repeated: use recompute.mode=none, or let it work on a copy"
+        )
 
 
 def _needs_grad(leaf: Any) -> bool:
@@ -242,7 +261,3 @@ def _may_need_grad(unit: Unit, segment: Segment) -> bool:
 
 def _differentiable(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
-
-
-def _seed(seed: int, unit: Unit) -> None:
-    torch.manual_seed(seed_of(seed, unit.number))
