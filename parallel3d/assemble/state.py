@@ -10,12 +10,12 @@ from torch import Tensor
 from ..checkpoint.fragment import Fragment
 from ..checkpoint.load import load, read_meta
 from ..checkpoint.save import save
-from ..comm.collectives import all_gather_objects, gather_objects
+from ..comm.collectives import all_gather_objects
 from ..optim.optimizer import is_elementwise_state
 from ..placement import Replicate, rectangles
-from ..placement import assemble as join
 from ..zero.flat import Flat
 from .parts import Parts
+from .whole import join
 
 
 def save_state(parts: Parts, folder: Path, meta: dict[str, Any]) -> None:
@@ -58,7 +58,8 @@ def load_weights(parts: Parts, folder: Path) -> dict[str, Any]:
 def whole_state(parts: Parts) -> dict[str, Tensor]:
     """Whole tensors on rank 0, under every name of the model."""
     parts.shards.settle()
-    whole = _join(parts, [*_weights(parts, saving=True), *_rest(parts, saving=True)])
+    fragments = [*_weights(parts, saving=True), *_rest(parts, saving=True)]
+    whole = join(fragments, parts.topology.world)
     if parts.topology.rank > 0:
         return {}
     for fact in parts.facts.values():
@@ -72,21 +73,7 @@ def whole_gradients(parts: Parts) -> dict[str, Tensor]:
     for flat in parts.shards.trained():
         start, stop = flat.owned
         fragments += _cuts(parts, flat, start, stop, "grad", flat.owned_grad, start, saving=True)
-    return _join(parts, fragments)
-
-
-def _join(parts: Parts, fragments: list[Fragment]) -> dict[str, Tensor]:
-    """Whole tensors on rank 0, by name, from every rank's fragments; elsewhere {}."""
-    whole: dict[str, Tensor] = {}
-    keys = all_gather_objects([fragment.key for fragment in fragments], parts.topology.world)
-    for key in sorted({key for keys_of_rank in keys for key in keys_of_rank}):
-        # One tensor at a time: only rank 0 ever holds more than its own part.
-        mine = [(f.shape, f.rectangles[0], f.data.cpu()) for f in fragments if f.key == key]
-        pieces = [piece for rank in gather_objects(mine, parts.topology.world) for piece in rank]
-        if pieces:
-            (shape, _, first), placed = pieces[0], [piece[1:] for piece in pieces]
-            whole[key.split("/", 1)[1]] = join(shape, first.dtype, placed)
-    return whole
+    return join(fragments, parts.topology.world)
 
 
 def _weights(parts: Parts, saving: bool) -> list[Fragment]:
