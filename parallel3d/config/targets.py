@@ -112,5 +112,6 @@ def _hints(target: Callable[..., Any]) -> dict[str, Any]:
 
 def _unknown(group: str, key: str, names: list[str], where: str) -> str:
     close = get_close_matches(key, names, n=1, cutoff=0.5)
-    hint = f"did you mean {group}.{close[0]}?" if close else f"it takes {', '.join(names)}"
+    rest = f"it takes {', '.join(names)}; ~{group}.{key} takes the key away"
+    hint = f"did you mean {group}.{close[0]}?" if close else rest
     return f"{group}.{key} is not a key of {where}; {hint}"
