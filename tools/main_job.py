@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -45,37 +46,56 @@ def main(arguments: Sequence[str]) -> int:
         print(f"ValueError: {error}", file=sys.stderr)
         return 1
     code = train(ranks, given)
+    if code == 130 and Path(config.run_root, str(config.name), "checkpoints").exists():
+        print(f"continue    {shlex.join(continuing(ranks, given, config.train.steps))}")
     return code or report(config, ranks, given)
 
 
 def train(ranks: int, given: Sequence[str]) -> int:
-    """Run the recipe on so many processes; its exit code."""
+    """Run the recipe on so many processes; its exit code, 130 where it was stopped by Ctrl-C."""
     threads = max(1, (os.cpu_count() or 1) // ranks)
     command = [sys.executable, "-m", *launcher("torch.distributed.run", ranks)]
     print(f"starting {ranks} processes", flush=True)
-    # In a session of its own a Ctrl-C reaches it once, from here, and not also from the terminal.
+    # A session of its own: what a terminal sends to all of its processes comes from here alone.
     with subprocess.Popen(
         [*command, str(ROOT / "recipes/pretrain.py"), *given],
         env={"OMP_NUM_THREADS": str(threads), **os.environ},
         start_new_session=True,
     ) as process:
-        pass_on_first_signal(process)
+        received = hand_on(process)
         code = process.wait()
-    return code if code >= 0 else 128 - code
+    return 130 if signal.SIGINT in received else code if code >= 0 else 128 - code
 
 
-def pass_on_first_signal(process: subprocess.Popen[bytes]) -> None:
-    """Hand the first signal on; the run then saves and ends, which a second would cut short."""
-    heard = [each for each in PASSED_ON if signal.getsignal(each) is not signal.SIG_IGN]  # nohup
+def hand_on(process: subprocess.Popen[bytes]) -> list[int]:
+    """Hand signals on to the run; the list returned tells which have come.
 
-    def hand_on(number: int, frame: FrameType | None) -> None:
-        for each in heard:
-            signal.signal(each, signal.SIG_IGN)
-        print("\nstopping at the next step", flush=True)
-        process.send_signal(number)
+    The first Ctrl-C goes to the ranks, which save at the next step and end. Whatever comes next, or
+    any other signal, goes to the launcher, once: it leaves them 30 seconds.
+    """
+    received: list[int] = []
 
-    for each in heard:
-        signal.signal(each, hand_on)
+    def handle(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        if received == [signal.SIGINT]:
+            print("\nstopping at the next step", flush=True)
+            for rank in children(process.pid) or [process.pid]:
+                with suppress(ProcessLookupError):
+                    os.kill(rank, number)
+        elif received[:-1] in ([], [signal.SIGINT]):
+            process.send_signal(signal.SIGTERM)
+
+    for each in PASSED_ON:
+        if signal.getsignal(each) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(each, handle)
+    return received
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started, where the system tells."""
+    with suppress(OSError):
+        return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
 
 
 def report(config: Config, ranks: int, given: Sequence[str]) -> int:
@@ -97,7 +117,7 @@ def report(config: Config, ranks: int, given: Sequence[str]) -> int:
         f"{entropy:.3f} (nats per token)\n"
         f"run folder  {folder}\n"
         f"sample      {shlex.join(sampling(folder))}\n"
-        f"continue    {shlex.join(continuing(config, ranks, given))}"
+        f"continue    {shlex.join(continuing(ranks, given, 2 * config.train.steps))}"
     )
     return 0 if better else 1
 
@@ -108,11 +128,11 @@ def sampling(folder: Path) -> list[str]:
     return [python, script, f"run={folder}", "prompt=def ", "num_tokens=200"]
 
 
-def continuing(config: Config, ranks: int, given: Sequence[str]) -> list[str]:
-    """The command line that trains on, twice as far."""
+def continuing(ranks: int, given: Sequence[str], steps: int) -> list[str]:
+    """The command line that trains on, to another last step."""
     torchrun = nearby(Path(sys.executable).with_name("torchrun"))
     kept = [each for each in given if not each.startswith(("train.steps=", "checkpoint.resume="))]
-    more = ["checkpoint.resume=auto", f"train.steps={2 * config.train.steps}"]
+    more = ["checkpoint.resume=auto", f"train.steps={steps}"]
     return [*launcher(torchrun, ranks), nearby(ROOT / "recipes/pretrain.py"), *kept, *more]
 
 
