@@ -26,6 +26,11 @@ def seed_of(*parts: str | int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
+def new_seed() -> int:
+    """The next seed of the CPU's default generator, also under ``torch.device(...)``."""
+    return int(torch.randint(2**62, (), device="cpu"))
+
+
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Run with the CPU's default generator at ``seed``; afterwards it is where it was."""
@@ -50,13 +55,13 @@ def draw_rows(
     the blocks it holds rows of, and any cut gives the same bits. Padding is zero.
     """
     rows, cols = view_2d(whole_shape(placement, tuple(local.shape)))
-    target = torch.zeros(view_2d(tuple(local.shape)), dtype=torch.float32)
+    target = _on_host(*view_2d(tuple(local.shape)))
     ((near, far, width),) = pieces_along(placement, axis, 1, cols)
     for at, start, length in pieces_along(placement, axis, 0, rows):
         for block in range(start // ROWS_PER_BLOCK, -(-(start + length) // ROWS_PER_BLOCK)):
             low = block * ROWS_PER_BLOCK
             high = min(low + ROWS_PER_BLOCK, rows)
-            drawn = torch.empty(high - low, cols)
+            drawn = _on_host(high - low, cols)
             with seeded(seed_of(seed, block)):
                 init(drawn)
             first, last = max(low, start), min(high, start + length)
@@ -64,6 +69,11 @@ def draw_rows(
             target[at + first - start : at + last - start, near : near + width] = source
     with torch.no_grad():
         local.copy_(target.view(local.shape))
+
+
+def _on_host(rows: int, cols: int) -> Tensor:
+    """Zeros, whatever the default device and dtype are."""
+    return torch.zeros(rows, cols, dtype=torch.float32, device="cpu")
 
 
 def materialise(units: Iterable[tuple[str, nn.Module]], seed: int, check: bool = True) -> None:

@@ -3,7 +3,7 @@
 from .dropout import Dropout
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .loss import vocab_parallel_cross_entropy
-from .regions import copy_to, gather_from, reduce_from
+from .regions import copy_to, gather_from, reduce_from, split_to
 from .vocabulary import VocabParallelEmbedding, VocabParallelLinear
 
 __all__ = [
@@ -15,5 +15,6 @@ __all__ = [
     "copy_to",
     "gather_from",
     "reduce_from",
+    "split_to",
     "vocab_parallel_cross_entropy",
 ]

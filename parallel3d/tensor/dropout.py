@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..rng import seed_of
+from ..rng import new_seed, seed_of
 from ..topology import Axis
 
 
@@ -31,7 +31,7 @@ class Dropout(nn.Module):
         """Any shape; unchanged in evaluation."""
         if not self.training or self.p == 0:
             return x
-        seed = seed_of(int(torch.randint(2**62, ())), self.axis.rank if self.axis else 0)
+        seed = seed_of(new_seed(), self.axis.rank if self.axis else 0)
         generator = torch.Generator(x.device).manual_seed(seed)
         keep = torch.empty_like(x).bernoulli_(1 - self.p, generator=generator)
         return x * keep.div_(1 - self.p)

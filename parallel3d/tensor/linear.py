@@ -13,9 +13,9 @@ from torch.autograd import Function
 
 from ..comm.collectives import all_reduce, start_all_reduce
 from ..placement import Placement, Replicate, Shard, cut
-from ..rng import draw_rows
+from ..rng import draw_rows, new_seed
 from ..topology import Axis
-from .regions import gather_from
+from .regions import gather_from, split_to
 
 
 def uniform_fan_in(rows: Tensor, fan_in: int) -> None:
@@ -96,7 +96,7 @@ class _ParallelLinear(nn.Module):
         if self.weight.is_meta:
             return
         fan_in, placed = self.in_features, self.placements()
-        seed, bias_seed = (int(torch.randint(2**62, ())) for _ in range(2))
+        seed, bias_seed = new_seed(), new_seed()
         init = self.init_weight
         draw_rows(self.weight, placed["weight"], self.axis, seed, lambda rows: init(rows, fan_in))
         if self.bias is not None:
@@ -196,6 +196,7 @@ class ColumnParallelLinear(_ParallelLinear):
         """``[..., k]`` to ``[..., n / t]``."""
         if self.axis.size == 1:
             return F.linear(x, self.weight, self.bias)
+        _refuse_autocast(x)
         y = _ColumnLinear.apply(x, self.weight, self.bias, self.axis)
         return self._gather(y) if self.gather_output else y
 
@@ -272,27 +273,11 @@ class RowParallelLinear(_ParallelLinear):
         """``[..., k / t]`` to ``[..., n]``."""
         if self.axis.size == 1:
             return F.linear(x, self.weight, self.bias)
+        _refuse_autocast(x)
         if not self.input_is_parallel:
-            x = _slice_of(x, self.axis)
+            x = split_to(x, self.axis)
         y = _RowLinear.apply(x, self.weight, self.axis)
         return y if self.bias is None else y + self.bias
-
-
-class _SliceOf(Function):
-    """This rank's slice of the last dim of a whole tensor; its gradient is joined again."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return x.chunk(axis.size, -1)[axis.rank].contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return gather_from(grad, ctx.axis), None
-
-
-def _slice_of(x: Tensor, axis: Axis) -> Tensor:
-    return _SliceOf.apply(x, axis)
 
 
 def _block_sizes(features: int, blocks: int | tuple[int, ...]) -> tuple[int, ...]:
@@ -318,6 +303,14 @@ def _check_divides(layer: nn.Module, what: str, features: int, axis: Axis) -> No
             f"{type(layer).__name__}({layer.in_features}, {layer.out_features}) cuts {features} "
             f"{what} over {axis.name} = {axis.size}, which does not divide them: "
             f"use {axis.name} = {', '.join(map(str, sorted(near)))}"
+        )
+
+
+def _refuse_autocast(x: Tensor) -> None:
+    if torch.is_autocast_enabled(x.device.type):
+        raise ValueError(
+            "a parallel layer does not follow torch.autocast: convert the layer and its input "
+            "(layer.bfloat16()), and leave autocast off around it"
         )
 
 

@@ -57,11 +57,17 @@ def vocab_parallel_cross_entropy(
     Moves   forward two all-reduces, of 1 and 2 elements per target; backward nothing.
     Equals  ``F.cross_entropy`` on the joined logits in fp32 or wider.
 
-    Raises IndexError, on every rank, for a target outside the vocabulary; ValueError for an
-    unknown ``reduction``. Source: Megatron-LM (arXiv 1909.08053), section 3.
+    Raises IndexError, on every rank, for a target outside the vocabulary (on CUDA a device
+    assertion; there a target in the padding has an infinite loss). ValueError for an unknown
+    ``reduction`` or a target of another shape. Source: Megatron-LM (arXiv 1909.08053), section 3.
     """
     if reduction not in ("sum", "mean", "none"):
         raise ValueError(f"reduction = {reduction!r} is not one of sum, mean, none")
+    if target.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"target of shape {tuple(target.shape)} does not fit logits of shape "
+            f"{tuple(logits.shape)}: it must be {tuple(logits.shape[:-1])}"
+        )
     if axis.size == 1:
         flat = logits.reshape(-1, logits.shape[-1])
         flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
@@ -73,7 +79,7 @@ def vocab_parallel_cross_entropy(
     _check(target, ignored, logits.shape[-1] * axis.size)
     losses = _VocabParallelCrossEntropy.apply(logits, target, ignored, axis)
     if losses.device.type == "cpu" and torch.isposinf(losses).any():
-        _refuse_padding(losses, target)
+        _refuse_padding(logits, target, losses, axis)
     if reduction == "none":
         return losses
     total = losses.sum()
@@ -88,6 +94,16 @@ def _check(target: Tensor, ignored: Tensor, size: int) -> None:
         raise IndexError(f"Target {target[wrong][0].item()} is out of bounds.")
 
 
-def _refuse_padding(losses: Tensor, target: Tensor) -> None:
-    """A target in the padding has the logit -inf: the sum, and so the error, is everyone's."""
-    raise IndexError(f"Target {target[torch.isposinf(losses)][0].item()} is out of bounds.")
+def _refuse_padding(logits: Tensor, target: Tensor, losses: Tensor, axis: Axis) -> None:
+    """Raise on every rank when a target lies in the padding, whose logits are -inf.
+
+    The infinite loss, which led here, is everyone's. A vocabulary's own logit may be -inf too, but
+    padding is so in every row, up to the last column.
+    """
+    finite = (logits.detach() != -torch.inf).flatten(0, -2).any(0)
+    used = torch.where(finite, torch.arange(1, len(finite) + 1), 0).amax()
+    ends = torch.where(used > 0, axis.rank * len(finite) + used, 0)
+    size = int(all_reduce(ends, axis, op="max", tag="loss"))
+    wrong = target[torch.isposinf(losses) & (target >= size)]
+    if len(wrong):
+        raise IndexError(f"Target {wrong[0].item()} is out of bounds.")

@@ -2,6 +2,7 @@
 
 copy_to      forward: nothing      backward: all-reduce
 reduce_from  forward: all-reduce   backward: nothing
+split_to     forward: own slice    backward: all-gather
 gather_from  forward: all-gather   backward: own slice
 """
 
@@ -39,6 +40,17 @@ class _ReduceFrom(Function):
         return grad, None
 
 
+class _SplitTo(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return x.chunk(axis.size, dim)[axis.rank].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return all_gather(grad, ctx.axis, ctx.dim), None, None
+
+
 class _GatherFrom(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
@@ -67,6 +79,20 @@ def reduce_from(x: Tensor, axis: Axis) -> Tensor:
     Equals  the identity of the sum.
     """
     return x if axis.size == 1 else _ReduceFrom.apply(x, axis)
+
+
+def split_to(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
+    """Enter a region: each rank uses its own of the axis's equal slices of ``dim``.
+
+    Moves   forward nothing; backward one all-gather, ``x.numel()`` elements in all.
+    Equals  ``x.chunk(size, dim)[rank]``. ValueError when ``dim`` does not divide.
+    """
+    if x.shape[dim] % axis.size:
+        raise ValueError(
+            f"dim {dim} of a tensor of shape {tuple(x.shape)} does not divide into "
+            f"{axis.name} = {axis.size} slices"
+        )
+    return x if axis.size == 1 else _SplitTo.apply(x, axis, dim)
 
 
 def gather_from(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:

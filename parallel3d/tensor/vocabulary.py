@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..placement import Placement, Shard, cut, pieces_along
-from ..rng import draw_rows
+from ..rng import draw_rows, new_seed
 from ..topology import Axis
 from .linear import ColumnParallelLinear
 from .regions import reduce_from
@@ -54,17 +54,23 @@ class VocabParallelEmbedding(nn.Module):
     def reset_parameters(self) -> None:
         """Draw the rows; ranks under one ``torch.manual_seed`` draw cuts of one whole table."""
         if not self.weight.is_meta:
-            seed, init = int(torch.randint(2**62, ())), self.init_weight
+            seed, init = new_seed(), self.init_weight
             placement, width = self.placements()["weight"], self.embedding_dim
             draw_rows(self.weight, placement, self.axis, seed, lambda rows: init(rows, width))
 
     @classmethod
     def from_embedding(cls, module: nn.Embedding, *, axis: Axis) -> VocabParallelEmbedding:
         """The cut of an existing whole table, on its device and in its dtype."""
-        for option in ("padding_idx", "max_norm"):
-            if getattr(module, option) is not None:
-                value = getattr(module, option)
-                raise ValueError(f"nn.Embedding's {option} = {value} is not offered: use None")
+        plain = {
+            "padding_idx": None,
+            "max_norm": None,
+            "scale_grad_by_freq": False,
+            "sparse": False,
+        }
+        for option, default in plain.items():
+            value = getattr(module, option)
+            if value != default:
+                raise ValueError(f"nn.Embedding's {option} = {value} is not offered: use {default}")
         with torch.device("meta"):
             layer = cls(module.num_embeddings, module.embedding_dim, axis=axis)
         value = cut(module.weight.detach(), layer.placements()["weight"], axis).clone()
