@@ -24,8 +24,10 @@ import torch
 from parallel3d.topology import Grid, Topology
 
 CONTEXT = multiprocessing.get_context("forkserver")
+# The first optimizer of a process imports torch._dynamo, which takes seconds.
 PRELOADED = (
-    "torch torch.distributed torch.distributed.device_mesh einops numpy pytest parallel3d.topology"
+    "torch torch.distributed torch.distributed.device_mesh torch._dynamo einops numpy pytest "
+    "parallel3d.topology"
 )
 CONTEXT.set_forkserver_preload(PRELOADED.split())
 GRACE = 3.0  # seconds that the others have to end once a rank has failed
