@@ -23,7 +23,7 @@ from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from ..rng import seed_of
+from ..rng import reseed, seed_of
 
 
 class Unit(NamedTuple):
@@ -171,7 +171,7 @@ class Stage:
         self, unit: Unit, leaves: list[Any], spec: TreeSpec, seed: int
     ) -> tuple[list[Any], TreeSpec]:
         """The leaves of what a unit makes of ``leaves``, with the random numbers of its key."""
-        torch.manual_seed(seed_of(seed, unit.number))
+        reseed(seed_of(seed, unit.number))
         try:
             return tree_flatten(unit.module(tree_unflatten(leaves, spec)))
         except Exception as error:
