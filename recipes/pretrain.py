@@ -48,7 +48,8 @@ def main(cfg: DictConfig) -> None:
 def prepare_stdlib(config: Config, choice: str) -> None:
     """Make the corpus `data=stdlib` where it is absent; a mistyped path makes nothing."""
     path = Path(config.data.path or "")
-    if choice == path.name == "stdlib" and not path.exists():
+    is_ours = config.data._target_ == "parallel3d.data.TokenFiles"
+    if is_ours and choice == path.name == "stdlib" and not path.exists():
         prepare("stdlib", "bytes", path)
 
 

@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from .rules import check
 from .schema import Config
+from .targets import locate, takes
 from .values import convert, spell
 
 
@@ -25,21 +26,34 @@ def read(cfg: DictConfig, given: Sequence[str] = ()) -> Config:
     Args:
         cfg: as Hydra hands it to a recipe.
         given: the overrides of the command line: `data.microbatch_size` without
-            `pipeline.num_microbatches` among them replaces the latter's default.
+            `pipeline.num_microbatches` among them replaces the latter's default, and a
+            `model._target_` replaces those keys of the default model that it does not take.
 
     Raises:
         ValueError: the value, the rule and the way out.
     """
     try:
-        plain = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+        plain: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise ValueError(f"{error.full_key}: {error.msg}") from error
-    config = _group(Config, plain, ())
     names = {override.lstrip("+").split("=")[0] for override in given}
+    if "model._target_" in names:
+        plain["model"] = _taken(plain["model"], names)
+    config = _group(Config, plain, ())
     if "data.microbatch_size" in names and "pipeline.num_microbatches" not in names:
         config = replace(config, pipeline=replace(config.pipeline, num_microbatches=None))
     check(config)
     return config
+
+
+def _taken(model: dict[str, Any], names: set[str]) -> dict[str, Any]:
+    """The keys of the model group that the user gave or that its target takes."""
+    target = locate(model["_target_"], "model._target_")
+    return {
+        key: value
+        for key, value in model.items()
+        if key == "_target_" or f"model.{key}" in names or takes(target, key)
+    }
 
 
 def load(path: Path) -> Config:
