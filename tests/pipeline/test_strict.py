@@ -1,0 +1,110 @@
+"""Programs on channels as strict as those that `simulate` proves them for."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from parallel3d.pipeline.actions import parse
+from parallel3d.pipeline.runtime import Step
+from parallel3d.pipeline.simulate import simulate
+from parallel3d.topology import Grid, Topology
+from tests.engine.trials import (
+    Trace,
+    Trial,
+    assert_equal_to,
+    by_engine,
+    by_plain_torch,
+    engine_of,
+    follow,
+)
+from tests.pipeline.strict import make_strict
+from tests.world import run_on
+
+COUNTS = (1, 2, 3, 4, 7)
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(5)])
+
+
+def trial(schedule: str, num_microbatches: int) -> Trial:
+    generator = torch.Generator().manual_seed(1)
+    x, target, more, other = torch.randn(4, 7, 4, generator=generator, dtype=torch.float64)
+    options = {"schedule": schedule, "num_microbatches": num_microbatches}
+    # The second step knows its shapes and posts receives early; the third has new ones.
+    steps = [(x, target), (more, other), (torch.cat([x, more]), torch.cat([target, other]))]
+    return Trial(layers, steps, options=options)
+
+
+def strictly(topology: Topology, trials: list[Trial], folder: str) -> list[Trace]:
+    traces = []
+    for number, each in enumerate(trials):
+        engine = engine_of(topology, each)
+        make_strict(engine.parts.interpreter.borders, topology, f"{folder}/{number}")
+        x, target = each.steps[0]
+        engine.eval_step(x[:3], target[:3])
+        traces.append(follow(engine, each.steps))
+    return traces
+
+
+@pytest.mark.report("pytorch/torchtitan#775")
+@pytest.mark.report("pytorch/pytorch#144702")
+@pytest.mark.report("pytorch/PiPPy#1064")
+@pytest.mark.report("NVIDIA/nccl#479")
+@pytest.mark.parametrize("pp", [2, 4])
+def test_any_number_of_microbatches_ends_on_strict_channels_and_equals_one_process(
+    pp: int, tmp_path: Path
+) -> None:
+    trials = [trial(schedule, m) for schedule in ("gpipe", "1f1b") for m in COUNTS]
+    strict = run_on(Grid(pp=pp), strictly, trials=trials, folder=str(tmp_path))[0]
+    reference = by_plain_torch(trials[0])
+    for trace, single in zip(strict, by_engine(Grid(), trials), strict=True):
+        assert_equal_to(reference, trace)
+        assert trace.results == single.results
+        for one, other in zip(trace.weights, single.weights, strict=True):
+            assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+CROSSED = """
+0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1
+1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1
+"""
+
+
+def cross(topology: Topology, strict: bool, path: str) -> str | None:
+    each = trial("1f1b", 2)
+    engine = engine_of(topology, each)
+    engine.train_step(*each.steps[0])
+    engine.train_step(*each.steps[0])
+    borders = engine.parts.interpreter.borders
+    if strict:
+        make_strict(borders, topology, path, patience=1.0)
+    (x, target), criterion = each.steps[0], engine.parts.criterion
+    criterion.begin(list(target.tensor_split(2)), lambda: torch.ones(()))
+    shapes = [shape for training, shape in borders[1]._known if training]
+    step = Step(list(x.tensor_split(2)), [0, 1], shapes, True, criterion)
+    actions: Any = parse(CROSSED)[topology.pp.rank]
+    try:
+        engine.parts.interpreter.run(actions, step)
+    except RuntimeError as error:
+        return error.__notes__[-1]
+    return None
+
+
+def test_sends_that_cross_pass_on_real_channels_hang_on_strict_ones_and_are_refused_on_paper(
+    tmp_path: Path,
+) -> None:
+    path = str(tmp_path / "store")
+    assert run_on(Grid(pp=2), cross, strict=False, path=path) == [None, None]
+    start = time.monotonic()
+    first, second = run_on(Grid(pp=2), cross, strict=True, path=path)
+    assert first.endswith(">>> 0SEND_F1") and second.endswith(">>> 1SEND_B0")
+    assert time.monotonic() - start > 1.0
+    with pytest.raises(ValueError, match="cannot finish"):
+        simulate(parse(CROSSED))
