@@ -30,7 +30,7 @@ class Edge(NamedTuple):
 
 
 class Channel:
-    """One end of an edge. What is sent arrives in order; nothing here waits but ``wait``s.
+    """One end of an edge. What is sent arrives in order.
 
     ``axis`` is the pipeline axis (for the ledger), ``peer`` the global rank of the other end.
     """
@@ -42,13 +42,20 @@ class Channel:
         self._sent: list[tuple[Any, Tensor]] = []
 
     def send(self, tensors: Sequence[Tensor]) -> None:
-        """Hand over contiguous tensors; each is kept until it has gone."""
-        self._sent = [(work, tensor) for work, tensor in self._sent if not work.is_completed()]
+        """Hand over contiguous tensors, and wait until the message before has gone.
+
+        So one message is kept, not all of a step: gloo tells that one has gone only to who waits,
+        and the host of a device runs ahead of it. This ends, as a program does even where every
+        send waits for its receive.
+        """
+        before, self._sent = self._sent, []
         for tensor in tensors:
             data = _as_real(tensor)
             record(self.axis, "send", self.purpose, "issue", data.numel() * data.element_size())
             if data.numel():
                 self._sent.append((dist.isend(data, self.peer, group=self.group), data))
+        for work, _ in before:
+            work.wait()
 
     def post(self, buffers: Sequence[Tensor]) -> list[Any]:
         """Post the receives of one message; ``wait`` for each before reading its buffer."""
