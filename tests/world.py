@@ -93,6 +93,7 @@ def _rank(
             grid.tp,
             timeout=60.0,
             device=torch.device(device),
+            backend="gloo",
             init_method=f"file://{folder}/rendezvous",
         ) as topology:
             try:
