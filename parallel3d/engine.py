@@ -223,7 +223,7 @@ class Engine:
         flats = parts.shards.trained()
         count = parts.slots.count
         scalars = torch.zeros(count + dp, dtype=torch.float64, device=self.topology.device)
-        parts.slots.squares(flats, scalars[:count])
+        parts.slots.squares(scalars[:count])
         self._write_loss(scalars[count:])
         all_reduce(scalars, self.topology.world, tag="norm")
         # The one place in a step where the host waits for the device.

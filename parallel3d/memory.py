@@ -30,8 +30,8 @@ def memory(parts: Parts) -> Memory:
     masters = [f.master for f in parts.shards.trained() if f.master.dtype != f.data.dtype]
     states = [
         value
-        for part in parts.optimizer.parts()
-        for value in parts.optimizer.state(part).values()
+        for state in parts.optimizer.states()
+        for value in state.values()
         if isinstance(value, Tensor)
     ]
     return Memory(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..comm.collectives import broadcast
 from ..pipeline.stage import Unit
 from ..placement import Placement, Replicate, cut, placements, whole_shape
-from ..rng import materialise
+from ..rng import materialise, seed_of, seeded
 from ..topology import Topology
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -88,30 +88,30 @@ def facts_of(units: list[Unit]) -> dict[str, Facts]:
 
 
 def separate_ties(units: list[Unit], facts: dict[str, Facts]) -> None:
-    """Give each unit that shares a parameter with an earlier one a Parameter object of its own.
+    """Give each unit that trains a parameter of an earlier one a Parameter object of its own.
 
     The values stay shared (``zero.flat.Flat`` with ``of``), but each use gets its own gradient.
-    Units that share whole modules are copied first.
+    Units that share whole modules are copied first; frozen parameters stay shared.
     """
     seen: set[int] = set()
+    first: dict[str, nn.Parameter] = {}
     for at, unit in enumerate(units):
         modules = {id(module) for module in unit.module.modules()}
         if modules & seen:
             units[at] = unit = unit._replace(module=copy.deepcopy(unit.module))
         seen |= modules
-        fresh: dict[str, nn.Parameter] = {}
+        own: dict[str, nn.Parameter] = {}
         for prefix, module in unit.module.named_modules(remove_duplicate=False):
-            for key in list(module._parameters):
-                owner = facts.get(".".join(part for part in (unit.name, prefix, key) if part))
-                if owner is None or owner.name == owner.owner:
+            for key, parameter in list(module._parameters.items()):
+                if parameter is None:
                     continue
-                if facts[owner.owner].unit != unit.number:
-                    old = module._parameters[key]
-                    assert old is not None
-                    new = fresh.setdefault(
-                        owner.owner, nn.Parameter(old.detach(), old.requires_grad)
-                    )
-                    module._parameters[key] = new
+                fact = facts[".".join(part for part in (unit.name, prefix, key) if part)]
+                owner = first.setdefault(fact.owner, parameter)
+                if facts[fact.owner].unit == unit.number:
+                    continue
+                if fact.trained:
+                    owner = own.setdefault(fact.owner, nn.Parameter(owner.detach()))
+                module._parameters[key] = owner
 
 
 def give_values(
@@ -122,24 +122,30 @@ def give_values(
     seed: int,
     init: Callable[[str, Tensor], object] | None,
 ) -> None:
-    """Put the units on the device with initial values that no layout changes, in ``precision``."""
-    real = [unit for unit in units if not _on_meta(unit.module)]
+    """Put the units on the device with initial values that no layout changes.
+
+    Frozen parameters are cast to ``precision``, trained ones no narrower than fp32: a flat buffer
+    casts them, and keeps masters that were never rounded.
+    """
+    real = [_real_names(unit) for unit in units]
     materialise(((unit.name, unit.module) for unit in units), seed, check=init is None)
     if init is not None:
-        _override(units, facts, topology, init)
-    for unit in units:
+        _override(units, facts, topology, init, seed)
+    dtype = DTYPES[precision]
+    for unit, names in zip(units, real, strict=True):
         _check_width(unit, precision)
         unit.module.to(topology.device)
         for parameter in unit.module.parameters():
             if parameter.is_floating_point():
-                parameter.data = parameter.data.to(DTYPES[precision])
-    for unit in real:
-        _share(unit, facts, topology)
+                wide = torch.promote_types(dtype, torch.float32)
+                parameter.data = parameter.data.to(wide if parameter.requires_grad else dtype)
+        _share(unit, names, facts, topology)
 
 
-def _on_meta(module: nn.Module) -> bool:
-    tensors: Iterable[Tensor] = [*module.parameters(), *module.buffers()]
-    return any(tensor.is_meta for tensor in tensors)
+def _real_names(unit: Unit) -> set[str]:
+    """Of the parameters and buffers that have values already."""
+    tensors = [*unit.module.named_parameters(), *unit.module.named_buffers()]
+    return {path for path, tensor in tensors if not tensor.is_meta}
 
 
 def _override(
@@ -147,12 +153,15 @@ def _override(
     facts: dict[str, Facts],
     topology: Topology,
     init: Callable[[str, Tensor], object],
+    seed: int,
 ) -> None:
     for unit in units:
         for path, parameter in unit.module.named_parameters():
             fact = facts[f"{unit.name}.{path}"]
             whole = torch.zeros(fact.shape)
-            init(fact.owner, whole)
+            # Under a seed of its own: what it draws must not depend on who drew before.
+            with seeded(seed_of(seed, "init", fact.owner)):
+                init(fact.owner, whole)
             with torch.no_grad():
                 parameter.copy_(cut(whole, fact.placement, topology.tp))
 
@@ -166,12 +175,11 @@ def _check_width(unit: Unit, precision: str) -> None:
             )
 
 
-def _share(unit: Unit, facts: dict[str, Facts], topology: Topology) -> None:
-    """Ranks may have drawn different values on a real device: those of the first count."""
-    for path, parameter in unit.module.named_parameters():
-        if isinstance(facts[f"{unit.name}.{path}"].placement, Replicate):
-            broadcast(parameter.data, topology.tp)
-        broadcast(parameter.data, topology.dp)
-    for buffer in unit.module.buffers():
-        broadcast(buffer, topology.tp)
-        broadcast(buffer, topology.dp)
+def _share(unit: Unit, names: set[str], facts: dict[str, Facts], topology: Topology) -> None:
+    """Ranks may have given real tensors different values: those of the first count."""
+    for path, tensor in [*unit.module.named_parameters(), *unit.module.named_buffers()]:
+        if path in names:
+            fact = facts.get(f"{unit.name}.{path}")
+            if fact is None or isinstance(fact.placement, Replicate):
+                broadcast(tensor.data, topology.tp)
+            broadcast(tensor.data, topology.dp)

@@ -22,7 +22,7 @@ from ..pipeline.stage import Stage, Unit
 from ..topology import Topology
 from ..zero.flat import Flat, Held
 from ..zero.shards import Shards
-from .model import Facts, check_batch_norm, facts_of, give_values, separate_ties, units_of
+from .model import DTYPES, Facts, check_batch_norm, facts_of, give_values, separate_ties, units_of
 from .programs import Programs
 
 
@@ -96,9 +96,9 @@ def assemble(model: nn.Module, topology: Topology, options: Options) -> Parts:
     if options.compile:
         for unit in local:
             unit.module.compile()
-    shards = Shards(
-        _flats(local, facts, group_of, topology, options.zero), topology.dp, options.zero
-    )
+    dtype = DTYPES[options.precision]
+    flats = _flats(local, facts, group_of, topology, options.zero, dtype)
+    shards = Shards(flats, topology.dp, options.zero, _frozen(local))
     stages = {
         index: Stage(
             index,
@@ -121,7 +121,7 @@ def assemble(model: nn.Module, topology: Topology, options: Options) -> Parts:
         Interpreter(stages, len(home), borders, topology.describe()),
         programs,
         shards,
-        NormSlots(placed, topology.tp, topology.dp),
+        NormSlots(placed, shards.trained(), topology.tp, topology.dp),
         ShardedOptimizer(options.optimizer, shards.trained(), groups, options.lr_schedule),
         SumLoss(loss_fn),
         num_items,
@@ -172,25 +172,46 @@ def _flats(
     group_of: dict[str, int],
     topology: Topology,
     zero: int,
+    precision: torch.dtype,
 ) -> dict[int, list[Flat]]:
     """Flat buffers by unit: one per dtype, and one for each tied parameter and each of its uses."""
     tied = {fact.owner for fact in facts.values() if fact.unit != facts[fact.owner].unit}
     first: dict[str, Flat] = {}
     flats: dict[int, list[Flat]] = {}
     for unit in units:
-        buckets: dict[Any, list[Held]] = {}
+        buckets: dict[tuple[str, torch.dtype], list[Held]] = {}
         for path, parameter in unit.module.named_parameters():
             fact = facts[f"{unit.name}.{path}"]
             if parameter.requires_grad:
                 held = Held(fact.name, parameter, fact.placement, fact.index, group_of[fact.owner])
-                key = fact.owner if fact.owner in tied else parameter.dtype
-                buckets.setdefault(key, []).append(held)
-        for key, bucket in buckets.items():
-            flat = Flat(bucket, topology.dp, topology.device, whole=zero == 0, of=first.get(key))
-            if key in tied:
-                first.setdefault(key, flat)
+                dtype = precision if parameter.is_floating_point() else parameter.dtype
+                use = fact.owner if fact.owner in tied else ""
+                buckets.setdefault((use, dtype), []).append(held)
+        for (use, dtype), bucket in buckets.items():
+            flat = Flat(
+                bucket,
+                topology.dp,
+                topology.device,
+                dtype=dtype,
+                whole=zero == 0,
+                of=first.get(use),
+            )
+            if use in tied:
+                first.setdefault(use, flat)
             flats.setdefault(unit.number, []).append(flat)
     return flats
+
+
+def _frozen(units: list[Unit]) -> dict[int, list[tuple[str, nn.Parameter]]]:
+    """Parameters by unit and full name that are not trained."""
+    return {
+        unit.number: [
+            (f"{unit.name}.{path}", parameter)
+            for path, parameter in unit.module.named_parameters()
+            if not parameter.requires_grad
+        ]
+        for unit in units
+    }
 
 
 def _borders(topology: Topology, home: list[int], timeout: float) -> dict[int, Border]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..checkpoint.fragment import Fragment
 from ..checkpoint.load import load, read_meta
 from ..checkpoint.save import save
 from ..comm.collectives import all_gather_objects
-from ..optim.optimizer import is_elementwise_state
+from ..optim.optimizer import State, is_elementwise_state
 from ..placement import Replicate, rectangles
 from ..zero.flat import Flat
 from .parts import Parts
@@ -21,10 +23,11 @@ from .whole import join
 def save_state(parts: Parts, folder: Path, meta: dict[str, Any]) -> None:
     """Write weights, optimizer state and buffers; each element by one rank."""
     parts.shards.settle()
-    names, scalars = _state_names(parts)
+    states = parts.optimizer.states()
+    names, scalars = _state_names(parts, states)
     fragments = [*_weights(parts, saving=True), *_rest(parts, saving=True)]
     for name in names:
-        fragments += _optimizer_state(parts, name, saving=True)
+        fragments += _optimizer_state(parts, states, name, saving=True)
     optimizer = {"updates": parts.optimizer.updates, "states": names, "scalars": scalars}
     save(folder, fragments, {**meta, "optimizer": optimizer}, parts.topology.world)
 
@@ -33,15 +36,15 @@ def load_state(parts: Parts, folder: Path) -> dict[str, Any]:
     """Fill this rank's part of everything; returns the meta."""
     parts.shards.settle()
     saved = read_meta(folder, parts.topology.world)["optimizer"]
-    if saved["states"] or saved["scalars"]:
-        _prime(parts)
+    states = parts.optimizer.blank_states() if saved["states"] or saved["scalars"] else []
     fragments = [*_weights(parts, saving=False), *_rest(parts, saving=False)]
-    names, _ = _state_names(parts)
+    names, _ = _state_names(parts, states)
     for name in names:
-        fragments += _optimizer_state(parts, name, saving=False)
-    meta = load(folder, fragments, parts.topology.world)
-    _set_scalars(parts, saved["scalars"])
-    parts.optimizer.updates = saved["updates"]
+        fragments += _optimizer_state(parts, states, name, saving=False)
+    # In another precision: masters are as wide or wider, frozen parameters may be narrower.
+    meta = load(folder, fragments, parts.topology.world, convert=True)
+    _set_scalars(parts, states, saved["scalars"])
+    parts.optimizer.restart(states, saved["updates"])
     parts.shards.publish()
     return meta
 
@@ -63,7 +66,10 @@ def whole_state(parts: Parts) -> dict[str, Tensor]:
     if parts.topology.rank > 0:
         return {}
     for fact in parts.facts.values():
-        whole[fact.name] = whole[fact.owner]
+        tensor = whole[fact.owner]
+        # Only a frozen parameter has no wider master.
+        wide = torch.promote_types(tensor.dtype, torch.float32)
+        whole[fact.name] = tensor.to(wide)
     return whole
 
 
@@ -85,10 +91,12 @@ def _weights(parts: Parts, saving: bool) -> list[Fragment]:
     return found
 
 
-def _optimizer_state(parts: Parts, name: str, saving: bool) -> list[Fragment]:
+def _optimizer_state(
+    parts: Parts, states: Sequence[State], name: str, saving: bool
+) -> list[Fragment]:
     found = []
-    for part in parts.optimizer.parts():
-        value = parts.optimizer.state(part).get(name)
+    for part, state in zip(parts.optimizer.parts(), states, strict=False):
+        value = state.get(name)
         if value is None:
             continue
         start, stop = part.start, part.stop
@@ -144,12 +152,14 @@ def _rest(parts: Parts, saving: bool) -> list[Fragment]:
     return found
 
 
-def _state_names(parts: Parts) -> tuple[list[str], dict[str, dict[str, float]]]:
+def _state_names(
+    parts: Parts, states: Sequence[State]
+) -> tuple[list[str], dict[str, dict[str, float]]]:
     """Names of the elementwise state, and the scalars by parameter name, of all ranks."""
     names: set[str] = set()
     scalars: dict[str, dict[str, float]] = {}
-    for part in parts.optimizer.parts():
-        for key, value in parts.optimizer.state(part).items():
+    for part, state in zip(parts.optimizer.parts(), states, strict=False):
+        for key, value in state.items():
             if is_elementwise_state(value, part):
                 names.add(key)
             elif value is not None:
@@ -161,9 +171,10 @@ def _state_names(parts: Parts) -> tuple[list[str], dict[str, dict[str, float]]]:
     return sorted(names), dict(sorted(scalars.items()))
 
 
-def _set_scalars(parts: Parts, scalars: dict[str, dict[str, float]]) -> None:
-    for part in parts.optimizer.parts():
-        state = parts.optimizer.state(part)
+def _set_scalars(
+    parts: Parts, states: Sequence[State], scalars: dict[str, dict[str, float]]
+) -> None:
+    for part, state in zip(parts.optimizer.parts(), states, strict=False):
         held = part.flat.parts(part.start, part.stop)
         if not held:
             continue
@@ -172,9 +183,3 @@ def _set_scalars(parts: Parts, scalars: dict[str, dict[str, float]]) -> None:
                 state[key].fill_(value)
             else:
                 state[key] = value
-
-
-def _prime(parts: Parts) -> None:
-    """Make the optimizer allocate its state by a step on zero gradients; it is loaded over."""
-    if parts.optimizer.inner is not None and not parts.optimizer.inner.state:
-        parts.optimizer.inner.step()

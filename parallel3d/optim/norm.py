@@ -4,11 +4,15 @@
 is written by exactly one rank, so the sum over the world only adds zeros and is exact, and then
 every rank adds up the slots in one fixed order: the norm has the same bits however the model is cut
 over pipeline stages or ZeRO stages, and on every rank.
+
+[Note: copies] Of a parameter that is replicated over tp, rank 0 writes the slot. The others add
+zero times their own squared norm: nothing, unless their copy alone is not finite, which all ranks
+then see.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -20,45 +24,41 @@ from ..zero.flat import Flat
 EPSILON = 1e-6
 
 
-@dataclass
 class NormSlots:
-    """Numbers the slots of the whole model's trained parameters.
+    """The slots of the whole model, and the gradients whose norms this rank writes.
 
     Args:
         placements: of each trained parameter of the whole model, in order, by index.
+        flats: what this rank trains.
         tp: the tensor-parallel axis.
         dp: the data-parallel axis.
     """
 
-    placements: dict[int, Placement]
-    tp: Axis
-    dp: Axis
-
-    def __post_init__(self) -> None:
-        self.first: dict[int, int] = {}
+    def __init__(
+        self, placements: Mapping[int, Placement], flats: Sequence[Flat], tp: Axis, dp: Axis
+    ) -> None:
+        first: dict[int, int] = {}
         self.count = 0
-        for index, placement in self.placements.items():
-            self.first[index] = self.count
-            self.count += self.dp.size * (self.tp.size if isinstance(placement, Shard) else 1)
-
-    def squares(self, flats: list[Flat], out: Tensor) -> None:
-        """Write the squared norms of this rank's parts into ``out`` [count], fp64, else zero."""
-        views, places = [], []
+        for index, placement in placements.items():
+            first[index] = self.count
+            self.count += dp.size * (tp.size if isinstance(placement, Shard) else 1)
+        places, weights = [], []
+        self._views: list[Tensor] = []
         for flat in flats:
-            for held, start, stop in flat.owned_parts():
-                place = self._place(held.index)
-                if place is not None:
-                    views.append(flat.grad[start:stop])
-                    places.append(place)
-        if views:
-            norms = torch.stack(torch._foreach_norm(views, 2)).double()
-            out[torch.tensor(places, device=out.device)] = norms * norms
+            for held, start, stop in flat.parts(*flat.owned):
+                cut = isinstance(placements[held.index], Shard)
+                places.append(first[held.index] + dp.rank + (tp.rank * dp.size if cut else 0))
+                weights.append(float(cut or tp.rank == 0))
+                self._views.append(flat.grad[start:stop])
+        device = flats[0].grad.device if flats else None
+        self._places = torch.tensor(places, dtype=torch.int64, device=device)
+        self._weights = torch.tensor(weights, dtype=torch.float64, device=device)
 
-    def _place(self, index: int) -> int | None:
-        """This rank's slot of a parameter; None where tp rank 0 speaks for a replicated one."""
-        if isinstance(self.placements[index], Shard):
-            return self.first[index] + self.tp.rank * self.dp.size + self.dp.rank
-        return self.first[index] + self.dp.rank if self.tp.rank == 0 else None
+    def squares(self, out: Tensor) -> None:
+        """Write the squared norms of this rank's parts into ``out`` [count], fp64, zeros before."""
+        if self._views:
+            norms = torch.stack(torch._foreach_norm(self._views, 2)).double()
+            out[self._places] = norms * norms * self._weights
 
 
 def clip_coefficient(norm: float, max_norm: float | None) -> float:
@@ -66,7 +66,7 @@ def clip_coefficient(norm: float, max_norm: float | None) -> float:
     return 1.0 if max_norm is None else min(1.0, max_norm / (norm + EPSILON))
 
 
-def clip(flats: list[Flat], coefficient: float) -> None:
+def clip(flats: Sequence[Flat], coefficient: float) -> None:
     """Scale the gradients that the optimizer will use, in place."""
     if coefficient < 1:
         torch._foreach_mul_([flat.updated_grad for flat in flats], coefficient)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..zero.flat import ALIGNMENT, Flat, Slot
 
 Options = dict[str, Any]
+State = dict[str, Any]
 
 
 class Updated(NamedTuple):
@@ -41,21 +42,17 @@ class ShardedOptimizer:
     ) -> None:
         self.updates = 0
         self.lr_schedule = lr_schedule
+        self._make = make
         self.updated: dict[int, list[Updated]] = {}
         for flat in flats:
             for group, start, stop in _group_ranges(flat):
                 self.updated.setdefault(group, []).append(_updated(flat, start, stop))
-        held = [
-            {**options, "params": [part.parameter for part in self.updated[at]]}
-            for at, options in enumerate(groups)
-            if at in self.updated
-        ]
-        self.inner = make(held) if held else None
+        self.groups = [groups[at] for at in sorted(self.updated)]
+        self.inner = self._over([part.parameter for part in self.parts()])
         # A rank that holds nothing of the first group still reports its learning rate.
-        probe = {**(groups[0] if groups else {}), "params": [nn.Parameter(torch.zeros(1))]}
-        self._first_lr = float(make([probe]).param_groups[0].get("lr", 0.0))
-        for held_group in self.inner.param_groups if self.inner else []:
-            held_group.setdefault("initial_lr", held_group.get("lr", 0.0))
+        first = {**(groups[0] if groups else {}), "params": [nn.Parameter(torch.zeros(1))]}
+        self._first_lr = float(make([first]).param_groups[0].get("lr", 0.0))
+        self._initial_lrs = [group.get("lr") for group in self._inner_groups()]
 
     @property
     def lr(self) -> float:
@@ -64,10 +61,11 @@ class ShardedOptimizer:
 
     def step(self) -> None:
         """One update at the learning rate of the schedule."""
+        factor = self._factor()
+        for group, lr in zip(self._inner_groups(), self._initial_lrs, strict=True):
+            if lr is not None:
+                group["lr"] = lr * factor
         if self.inner is not None:
-            for group in self.inner.param_groups:
-                if "lr" in group:
-                    group["lr"] = group["initial_lr"] * self._factor()
             self.inner.step()
         self.updates += 1
 
@@ -75,12 +73,44 @@ class ShardedOptimizer:
         """Everything this rank updates, in group order."""
         return [part for group in sorted(self.updated) for part in self.updated[group]]
 
-    def state(self, part: Updated) -> dict[str, Any]:
-        """The optimizer's state of a part; filled by the first step."""
-        return {} if self.inner is None else self.inner.state[part.parameter]
+    def states(self) -> list[State]:
+        """The optimizer's state of each of ``parts()``; filled by the first step."""
+        inner = self.inner
+        return [{} if inner is None else inner.state[part.parameter] for part in self.parts()]
+
+    def blank_states(self) -> list[State]:
+        """States such as a first step makes, to be written over; nothing of ours is touched."""
+        scratch = [nn.Parameter(torch.zeros_like(part.parameter)) for part in self.parts()]
+        inner = self._over(scratch)
+        if inner is None:
+            return []
+        for parameter in scratch:
+            parameter.grad = torch.zeros_like(parameter)
+        inner.step()
+        return [inner.state[parameter] for parameter in scratch]
+
+    def restart(self, states: Sequence[State], updates: int) -> None:
+        """Go on from these states, or from none, after so many updates."""
+        self.inner = self._over([part.parameter for part in self.parts()])
+        if self.inner is not None:
+            for part, state in zip(self.parts(), states, strict=False):
+                self.inner.state[part.parameter] = state
+        self.updates = updates
+
+    def _over(self, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer | None:
+        """The torch optimizer over one parameter for each of ``parts()``; None over nothing."""
+        left, held = list(parameters), []
+        for options, at in zip(self.groups, sorted(self.updated), strict=True):
+            count = len(self.updated[at])
+            held.append({**options, "params": left[:count]})
+            left = left[count:]
+        return self._make(held) if held else None
+
+    def _inner_groups(self) -> list[Options]:
+        return [] if self.inner is None else self.inner.param_groups
 
     def _factor(self) -> float:
-        return 1.0 if self.lr_schedule is None else self.lr_schedule(self.updates)
+        return 1.0 if self.lr_schedule is None else float(self.lr_schedule(self.updates))
 
 
 def _group_ranges(flat: Flat) -> list[tuple[int, int, int]]:

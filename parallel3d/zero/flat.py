@@ -50,11 +50,12 @@ class Slot(NamedTuple):
 class Flat:
     """The parameters of one unit that share dtypes, as views of one buffer; gradients likewise.
 
-    ``data`` and ``grad`` are [n], n a multiple of ``64 * dp``; gradients are fp32 or wider.
-    ``owned`` is this rank's shard ``[lo, hi)``. ``master`` holds the values that the optimizer
-    updates, in the gradients' dtype: the same memory as ``data`` where the dtypes are equal.
-    Built with ``of=other``, it has gradients of its own and shares the parameters of ``other``
-    (a second use of tied parameters).
+    ``data`` [n] is in ``dtype``, ``grad`` [n] in fp32 or wider; n is a multiple of ``64 * dp``.
+    ``owned`` is this rank's shard ``[lo, hi)``, ``updated`` what its optimizer updates: the shard,
+    or everything if ``whole``. ``master`` has the values of that in the gradients' dtype, as they
+    were before they were rounded to ``dtype``: the same memory as ``data`` where the dtypes are
+    equal. Built with ``of=other``, it has gradients of its own and shares the parameters of
+    ``other`` (a second use of tied parameters).
     """
 
     def __init__(
@@ -63,36 +64,40 @@ class Flat:
         axis: Axis,
         device: torch.device,
         *,
+        dtype: torch.dtype,
         whole: bool,
         of: Flat | None = None,
     ) -> None:
         self.axis, self.of = axis, of
         self.slots = _lay_out(held)
-        length = _up(self.slots[-1].stop if self.slots else 0, ALIGNMENT * axis.size)
-        self.shard = length // axis.size
-        self.owned = (axis.rank * self.shard, (axis.rank + 1) * self.shard)
-        dtype = held[0].parameter.dtype
-        wide = torch.promote_types(dtype, torch.float32)
-        self.data: Tensor = of.data if of else torch.zeros(length, dtype=dtype, device=device)
-        self.grad = torch.zeros(length, dtype=wide, device=device)
-        self._adopt()
+        length = _up(max(1, self.slots[-1].stop), ALIGNMENT * axis.size)
+        shard = length // axis.size
+        self.owned = (axis.rank * shard, (axis.rank + 1) * shard)
         self.updated = (0, length) if whole else self.owned
-        part = self.data[slice(*self.updated)]
-        self.master = part if dtype == wide else part.to(wide)
+        wide = torch.promote_types(dtype, torch.float32)
+        self.grad = torch.zeros(length, dtype=wide, device=device)
+        self.data, self.master = (of.data, of.master) if of else self._values(dtype, device)
+        self._adopt()
+
+    def _values(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The parameters' values in ``dtype``, and wide ones of what is updated."""
+        values = torch.zeros_like(self.grad, device=device)
+        for held, start, stop in self.slots:
+            values[start:stop].view(held.parameter.shape).copy_(held.parameter.detach())
+        part = values[slice(*self.updated)]
+        shared = dtype == values.dtype or len(part) == len(values)
+        return values.to(dtype), part if shared else part.clone()
 
     def _adopt(self) -> None:
-        """Make each parameter a view of the buffers, keeping its value."""
+        """Make each parameter a view of the buffers."""
         self._addresses = []
         for held, start, stop in self.slots:
             parameter = held.parameter
-            view = self.data[start:stop].view(parameter.shape)
-            if self.of is None:
-                view.copy_(parameter.detach())
-            parameter.data = view
+            parameter.data = self.data[start:stop].view(parameter.shape)
             if self.grad.dtype != self.data.dtype:
                 parameter.grad_dtype = self.grad.dtype
             parameter.grad = self.grad[start:stop].view(parameter.shape)
-            self._addresses.append(parameter.grad.data_ptr())
+            self._addresses.append((parameter.data_ptr(), parameter.grad.data_ptr()))
 
     @property
     def owned_grad(self) -> Tensor:
@@ -104,26 +109,32 @@ class Flat:
         """Gradients of what the optimizer updates: the owned shard, or everything at stage 0."""
         return self.grad[slice(*self.updated)]
 
-    def owned_parts(self) -> list[tuple[Held, int, int]]:
-        """``(held, start, stop)`` in the buffer, of each parameter's part in the owned shard."""
-        return self.parts(*self.owned)
-
-    def parts(self, low: int, high: int) -> list[tuple[Held, int, int]]:
-        """Each parameter's part in ``[low, high)``, without those that have none."""
+    def parts(self, low: int, high: int) -> list[Slot]:
+        """Each parameter's part in ``[low, high)`` of the buffer, without those that have none."""
         return [
-            (held, max(start, low), min(stop, high))
+            Slot(held, max(start, low), min(stop, high))
             for held, start, stop in self.slots
             if max(start, low) < min(stop, high)
         ]
 
     def check(self) -> None:
-        """Raise RuntimeError if a gradient has left its place (somebody replaced ``.grad``)."""
-        for (held, _, _), address in zip(self.slots, self._addresses, strict=True):
-            grad = held.parameter.grad
-            if grad is None or grad.data_ptr() != address:
+        """Raise RuntimeError if a parameter or gradient has left its place, or was frozen."""
+        for (held, _, _), (data, grad) in zip(self.slots, self._addresses, strict=True):
+            parameter = held.parameter
+            if parameter.grad is None or parameter.grad.data_ptr() != grad:
                 raise RuntimeError(
                     f"the gradient of {held.name} was replaced or set to None: gradients belong to "
                     f"the engine, so do not call zero_grad() or assign .grad"
+                )
+            if parameter.data_ptr() != data:
+                raise RuntimeError(
+                    f"the memory of {held.name} was replaced: parameters are views of the engine's "
+                    f"buffers, so write into them in place, and do not move the model"
+                )
+            if not parameter.requires_grad:
+                raise RuntimeError(
+                    f"{held.name} was frozen after the engine was built, which reads requires_grad "
+                    f"once: build another engine and load a checkpoint"
                 )
 
 

@@ -9,6 +9,10 @@ Per rank and step either sends ``2 n (d - 1) / d`` elements for ``n`` on ``d`` r
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
 from ..comm.collectives import Pending, start_all_gather, start_reduce_scatter
 from ..topology import Axis
 from .flat import Flat
@@ -21,10 +25,17 @@ class Shards:
         flats: of each unit.
         axis: the dp axis.
         stage: 0 or 1.
+        frozen: parameters by name that lie in no buffer, of each unit.
     """
 
-    def __init__(self, flats: dict[int, list[Flat]], axis: Axis, stage: int) -> None:
-        self.flats, self.axis, self.stage = flats, axis, stage
+    def __init__(
+        self,
+        flats: dict[int, list[Flat]],
+        axis: Axis,
+        stage: int,
+        frozen: Mapping[int, Sequence[tuple[str, nn.Parameter]]] | None = None,
+    ) -> None:
+        self.flats, self.axis, self.stage, self.frozen = flats, axis, stage, frozen or {}
         self._reducing: list[tuple[Flat, Pending, str]] = []
         self._gathering: dict[int, list[Pending]] = {}
 
@@ -45,6 +56,12 @@ class Shards:
         """Called after each backward of a unit."""
         for flat in self.flats.get(unit, ()):
             flat.check()
+        for name, parameter in self.frozen.get(unit, ()):
+            if parameter.requires_grad:
+                raise RuntimeError(
+                    f"{name} was unfrozen after the engine was built, which reads requires_grad "
+                    f"once: build another engine and load a checkpoint"
+                )
 
     def reduce(self, unit: int) -> None:
         """Called when a unit's gradients are complete: start summing them over ``dp``."""
