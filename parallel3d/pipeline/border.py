@@ -9,17 +9,12 @@ receives can be posted ahead. A unit whose output shapes depend on values is ref
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import (
-    TreeSpec,
-    tree_flatten,
-    tree_unflatten,
-    treespec_dumps,
-    treespec_loads,
-)
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 
 class Link(Protocol):
@@ -41,7 +36,8 @@ class Link(Protocol):
         """Wait until everything sent has gone."""
 
 
-class Leaf(NamedTuple):
+@dataclass(frozen=True)
+class Leaf:
     """A tensor that crosses: shape, dtype, and whether its gradient comes back."""
 
     shape: torch.Size
@@ -73,11 +69,12 @@ class Border:
         description = spec, [self._describe(leaf) for leaf in leaves]
         known = self._known.setdefault(key, description)
         if known is description:
-            self.activations.send_description((treespec_dumps(spec), description[1]))
+            self.activations.send_description(tree_unflatten(description[1], spec))
         elif known != description:
             raise RuntimeError(
                 f"stage {self.index - 1} gives {_show(description)} where an input of the same "
-                f"shapes gave {_show(known)} before: output shapes must depend on input shapes only"
+                f"shapes gave {_show(known)} before: what a stage gives must depend on the shapes "
+                f"of its input only"
             )
         tensors = [leaf for leaf in leaves if leaf is not None]
         self.activations.send([tensor.detach() for tensor in tensors])
@@ -86,16 +83,16 @@ class Border:
     def post_forward(self, key: Key) -> Callable[[], Any]:
         """Post the receive of a pytree; the function returned waits for it."""
         if key not in self._known:
-            text, about = self.activations.receive_description()
-            self._known[key] = treespec_loads(text), about
-        spec, description = self._known[key]
-        leaves = [None if leaf is None else self._buffer(leaf) for leaf in description]
+            described, spec = tree_flatten(self.activations.receive_description())
+            self._known[key] = spec, described
+        spec, described = self._known[key]
+        leaves = [None if leaf is None else self._buffer(leaf) for leaf in described]
         works = self.activations.post([leaf for leaf in leaves if leaf is not None])
 
         def wait() -> Any:
             for work in works:
                 work.wait()
-            for leaf, about in zip(leaves, description, strict=True):
+            for leaf, about in zip(leaves, described, strict=True):
                 if leaf is not None and about is not None:
                     leaf.requires_grad_(about.needs_grad)
             return tree_unflatten(leaves, spec)
@@ -138,6 +135,8 @@ class Border:
 
 
 def _show(description: Description) -> str:
-    return ", ".join(
-        "None" if leaf is None else f"{tuple(leaf.shape)} {leaf.dtype}" for leaf in description[1]
-    )
+    texts = []
+    for leaf in description[1]:
+        gradient = " with gradient" if leaf is not None and leaf.needs_grad else ""
+        texts.append("None" if leaf is None else f"{tuple(leaf.shape)} {leaf.dtype}{gradient}")
+    return ", ".join(texts)
