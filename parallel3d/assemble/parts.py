@@ -14,6 +14,7 @@ from ..comm.p2p import Edge, open_channels
 from ..optim.norm import NormSlots
 from ..optim.optimizer import Options as Group
 from ..optim.optimizer import ShardedOptimizer
+from ..optim.probe import check_elementwise
 from ..pipeline.border import Border
 from ..pipeline.criterion import LossFn, SumLoss, as_sum, default_num_items
 from ..pipeline.partition import partition
@@ -85,6 +86,7 @@ def assemble(model: nn.Module, topology: Topology, options: Options) -> Parts:
     cuts = partition(_costs(units, facts), programs.num_stages, options.partition)
     _refuse_far_ties(facts, cuts)
     groups, group_of = _groups(units, facts, options.param_groups)
+    check_elementwise(options.optimizer, groups, topology.device)
     ledger = Ledger()
     ledger.attach(topology.pp, topology.dp, topology.tp)
 

@@ -76,6 +76,8 @@ class Flat:
         self.updated = (0, length) if whole else self.owned
         wide = torch.promote_types(dtype, torch.float32)
         self.grad = torch.zeros(length, dtype=wide, device=device)
+        self.data: Tensor
+        self.master: Tensor
         self.data, self.master = (of.data, of.master) if of else self._values(dtype, device)
         self._adopt()
 
