@@ -113,7 +113,7 @@ def prove(
     subject: Subject, cases: Sequence[Case], setting: Setting, tolerance: float
 ) -> Iterator[Row]:
     """A row for each case, as it is done. Cases of one layout should stand together."""
-    setting, true = next(run(Grid(), _reference, subject, setting))
+    ((setting, true),) = run(Grid(), plainly, subject, setting)
     firsts: dict[tuple[int, int], Trace] = {}
     for grid, group in groupby(cases, key=lambda case: case.grid):
         mine = list(group)
@@ -121,16 +121,24 @@ def prove(
         traces = run(grid, parallel.train, subject, setting, mine)
         for case, trace in zip(mine, traces, strict=True):
             first = firsts.setdefault(case.family, trace)
-            bits = None if first is trace else first_difference(trace, first)
-            copies = [name for each in trace.values() for name in each.unequal_copies]
             now = time.monotonic()
-            yield Row(case, cells(trace, true, tolerance), bits, copies, now - start)
+            yield judge(case, trace, true, first, tolerance, now - start)
             start = now
 
 
-def _reference(
+def judge(
+    case: Case, ours: Trace, true: Trace, first: Trace, tolerance: float, seconds: float = 0.0
+) -> Row:
+    """A case's trace beside the reference's, and beside the first of its family."""
+    bits = None if first is ours else first_difference(ours, first)
+    copies = [name for each in ours.values() for name in each.unequal_copies]
+    return Row(case, cells(ours, true, tolerance), bits, copies, seconds)
+
+
+def plainly(
     topology: Topology, subject: Subject, setting: Setting
 ) -> Iterator[tuple[Setting, Trace]]:
+    """On one rank: the setting with its norm to clip to, and the reference's trace."""
     initial = parallel.initial_values(topology, subject, setting)
     setting = replace(setting, max_grad_norm=half_norm(subject, initial))
     yield setting, train_plainly(subject, setting, initial)
