@@ -64,7 +64,8 @@ def draw_rows(
     """Fill ``local`` with its part of a whole tensor that is drawn in blocks of 64 rows.
 
     Block ``i`` is drawn by ``init`` on the CPU in fp32 under ``(seed, i)``, so a rank draws only
-    the blocks it holds rows of, and any cut gives the same bits. Padding is zero.
+    the blocks it holds rows of, and any cut gives the same bits. Padding is zero. A ``local`` that
+    FSDP2 has sharded (a DTensor over another axis) gets its shard; nothing is sent.
     """
     rows, cols = view_2d(whole_shape(placement, tuple(local.shape)))
     target = _on_host(*view_2d(tuple(local.shape)))
@@ -80,7 +81,18 @@ def draw_rows(
             source = drawn[first - low : last - low, far : far + width]
             target[at + first - start : at + last - start, near : near + width] = source
     with torch.no_grad():
-        local.copy_(target.view(local.shape))
+        local.copy_(_spread_like(local, target.view(local.shape)))
+
+
+def _spread_like(local: Tensor, filled: Tensor) -> Tensor:
+    if not hasattr(local, "device_mesh"):
+        return filled
+    # Importing it takes a second, which whoever has such a tensor has spent already.
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    assert isinstance(local, DTensor)
+    mesh, placements = local.device_mesh, local.placements
+    return distribute_tensor(filled.to(local.device), mesh, placements, src_data_rank=None)
 
 
 def _on_host(rows: int, cols: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import multiprocessing
 import os
 import pickle
 import socket
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel3d.topology import Grid
-from tests.world import run_on
+from tests import world
 
 ROOT = Path(__file__).resolve().parents[2]
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
@@ -64,5 +65,7 @@ def raise_loopback() -> None:
 
 if __name__ == "__main__":
     raise_loopback()
+    # This process has done nothing but import, so its ranks can be forked from itself.
+    world.CONTEXT = multiprocessing.get_context("fork")  # type: ignore[assignment]
     grid, fn, kwargs = pickle.load(sys.stdin.buffer)
-    sys.stdout.buffer.write(pickle.dumps(run_on(grid, fn, **kwargs)))
+    sys.stdout.buffer.write(pickle.dumps(world.run_on(grid, fn, **kwargs)))
