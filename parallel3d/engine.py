@@ -57,8 +57,8 @@ class Engine:
         precision: ``fp32``, ``bf16`` (fp32 masters and gradients), ``fp64``.
         recompute: ``none``, or ``full``: units keep their input only.
         max_grad_norm: clip the gradients to this norm.
-        max_bad_steps: after so many steps in a row with a loss or gradient that is not finite, the
-            next raises RuntimeError. Each such step is skipped on all ranks together.
+        max_bad_steps: the last of so many steps in a row with a loss or gradient that is not
+            finite raises RuntimeError. Each such step is skipped on all ranks together.
         init: ``init(name, tensor)`` fills every parameter, given whole in fp32, in place.
         compile: compile each unit for itself.
         timeout: seconds after which a rank that waits for another gives up.
@@ -121,6 +121,7 @@ class Engine:
         self.max_grad_norm, self.max_bad_steps = max_grad_norm, max_bad_steps
         self.parts = assemble(model, topology, options)
         self.step, self.bad_steps = 0, 0
+        self._checked = False
         self._known: set[tuple[bool, int]] = set()
         self._dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}[
             precision
@@ -134,11 +135,16 @@ class Engine:
         whose sizes may differ. Raises ValueError for a batch smaller than the microbatches.
         """
         batch = self._batch(x, target, self.parts.programs.num_microbatches)
-        if self.step == 0:
+        if not self._checked:
             check_same(batch, self.topology)
+            self._checked = True
         items = self._count(batch)
         self.parts.criterion.begin(batch.targets, lambda: _inverse(items.wait()))
-        self._run(batch, training=True)
+        try:
+            self._run(batch, training=True)
+        except BaseException:
+            self.parts.shards.abandon()
+            raise
         self.parts.shards.finish_reduce()
         return self._update(items.wait())
 
@@ -166,6 +172,8 @@ class Engine:
         ``meta`` is kept beside it, as JSON.
         """
         counters = {"step": self.step, "bad_steps": self.bad_steps, "seed": self.seed}
+        if taken := sorted(meta.keys() & {*counters, "optimizer"}):
+            raise ValueError(f"meta {', '.join(taken)} is the engine's own: use another name")
         save_state(self.parts, Path(folder), {**counters, **meta})
 
     def load(self, folder: str | Path) -> dict[str, Any]:
@@ -238,8 +246,8 @@ class Engine:
             parts.optimizer.step()
             parts.shards.publish()
         parts.shards.zero_gradients()
-        self._count_bad(bad, loss, norm)
         self.step += 1
+        self._count_bad(bad, loss, norm)
         mean = loss / num_items if num_items else 0.0
         return StepResult(mean, norm, lr, bad or not num_items, int(num_items))
 

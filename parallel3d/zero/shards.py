@@ -87,6 +87,11 @@ class Shards:
                 gather.wait()
         self._reducing.clear()
 
+    def abandon(self) -> None:
+        """After an error in the middle of a step: the next one starts from zero."""
+        self._reducing.clear()
+        self.zero_gradients()
+
     def publish(self) -> None:
         """After the optimizer: bring the new values into ``data``, and start gathering them."""
         for unit in sorted(self.flats):
