@@ -86,7 +86,14 @@ def follow(engine: Engine, steps: Sequence[Any]) -> Trace:
 
 
 def on_rank(topology: Topology, trials: Sequence[Trial]) -> list[Trace]:
-    return [follow(engine_of(topology, trial), trial.steps) for trial in trials]
+    traces = []
+    for number, trial in enumerate(trials):
+        try:
+            traces.append(follow(engine_of(topology, trial), trial.steps))
+        except Exception as error:
+            error.add_note(f"in trial {number}, of {trial.build.__name__}")
+            raise
+    return traces
 
 
 def by_engine(grid: Grid, trials: Sequence[Trial]) -> list[Trace]:
@@ -96,6 +103,11 @@ def by_engine(grid: Grid, trials: Sequence[Trial]) -> list[Trace]:
         for trace, first in zip(traces, ranks[0], strict=True):
             assert repr(trace.results) == repr(first.results), "ranks were told different numbers"
     return ranks[0]
+
+
+def named(grid: Grid, trials: dict[str, Trial]) -> dict[str, Trace]:
+    """As ``by_engine``, by name."""
+    return dict(zip(trials, by_engine(grid, list(trials.values())), strict=True))
 
 
 def by_plain_torch(trial: Trial) -> Trace:
