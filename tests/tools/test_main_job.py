@@ -76,7 +76,7 @@ def test_it_trains_below_the_unigram_entropy_and_says_how_to_go_on(
     assert f"run folder  runs/{folder.name}" in output
     python, script, *keys = shlex.split(said["sample"])
     assert (Path(python), script) == (Path(sys.executable), str(ROOT / "recipes/generate.py"))
-    assert keys == [f"run=runs/{folder.name}", "prompt=def ", "num_tokens=200"]
+    assert keys == [f"run=runs/{folder.name}", "prompt=def ", "num_tokens=200", "temperature=0.8"]
     launcher, *_, last = shlex.split(said["continue"])
     assert Path(launcher).name == "torchrun" and last == "train.steps=60"
     overrides = [each for each in shlex.split(said["continue"]) if "=" in each]
