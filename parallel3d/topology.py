@@ -18,6 +18,7 @@ from einops import rearrange
 from torch.distributed.device_mesh import DeviceMesh
 
 from .launch import Launch, device_index
+from .meeting import meet
 
 AXES = ("pp", "dp", "tp")
 
@@ -208,7 +209,8 @@ class Topology:
         One degree may be None and is inferred. Without a launcher this is one process, 1x1x1,
         and no process group is made. CUDA devices speak NCCL, the CPU gloo; ``backend`` and
         ``device`` override this (several gloo ranks on one GPU, for tests). ``timeout`` in
-        seconds holds for every group. An initialised default group is used and left alone.
+        seconds holds for every group; ``init_method`` is torch's, the launcher's if None. An
+        initialised default group is used and left alone.
 
         Raises ValueError, on every rank and before any communication, when the degrees do not
         multiply to the number of processes.
@@ -310,13 +312,15 @@ def _join(
         # srun sets neither; both are known from SLURM's variables.
         host, port = launch.master_addr, launch.master_port
         init = None if None in (host, port) else f"tcp://{host}:{port}"
+    rank, world_size, limit = launch.rank, launch.world_size, timedelta(seconds=timeout)
+    store, _, _ = next(dist.rendezvous(init or "env://", rank, world_size, timeout=limit))
     dist.init_process_group(
         # Host messages (shapes, errors, names) go by gloo also where tensors go by NCCL.
         backend or ("cpu:gloo,cuda:nccl" if nccl else "gloo"),
-        init_method=init or "env://",
-        world_size=launch.world_size,
-        rank=launch.rank,
-        timeout=timedelta(seconds=timeout),
+        store=meet(store, rank, world_size, timeout),
+        world_size=world_size,
+        rank=rank,
+        timeout=limit,
         device_id=device if nccl else None,
     )
 

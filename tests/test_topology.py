@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import doctest
 import os
 import warnings
+from collections.abc import Iterator
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import parallel3d.topology
 from parallel3d.comm.collectives import all_gather, all_reduce, broadcast
 from parallel3d.topology import AXES, Axis, Grid, Topology
 from tests.start import free_port
@@ -24,6 +27,10 @@ degrees = st.integers(1, 8)
 
 
 # The grid, on paper
+
+
+def test_the_examples_in_the_docstrings_are_right() -> None:
+    assert doctest.testmod(parallel3d.topology) == (0, 1)
 
 
 @pytest.mark.report("pytorch/torchtitan#286")
@@ -164,6 +171,13 @@ def test_one_process_that_is_asked_for_more_is_told_so() -> None:
 def test_srun_needs_no_master_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     """SLURM names the first host; the port comes from the job."""
     seen: dict[str, Any] = {}
+
+    def rendezvous(url: str, rank: int, world_size: int, **_: Any) -> Iterator[tuple[Any, ...]]:
+        seen.update(init_method=url, rank=rank, world_size=world_size)
+        yield dist.HashStore(), rank, world_size
+
+    monkeypatch.setattr(dist, "rendezvous", rendezvous)
+    monkeypatch.setattr("parallel3d.topology.meet", lambda store, *_: store)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **about: seen.update(about))
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     monkeypatch.setattr(dist, "new_group", lambda *args, **kwargs: None)
@@ -264,6 +278,11 @@ def spanning(topology: Topology) -> int:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         Topology.init(tp=2).close()
+        number = len(caught)
+        for name in ("RANK", "WORLD_SIZE"):
+            del os.environ[name]
+        Topology.init(tp=2).close()
+        assert len(caught) == number, "without a launcher nobody knows the nodes"
     texts = [str(warning.message) for warning in caught]
     assert all("topology.tp = 2 spans nodes of 1 processes" in text for text in texts)
     return len(texts)
