@@ -143,8 +143,8 @@ class ColumnParallelLinear(_ParallelLinear):
             sizes for unequal ones): each is cut for itself, so a rank holds whole heads of each.
         sequence_parallel: not built yet; True is refused.
 
-    Raises ValueError when a block does not divide by the axis. Source: Megatron-LM
-    (arXiv 1909.08053), section 3.
+    Raises ValueError when a block does not divide by the axis, and under ``torch.autocast``.
+    Source: Megatron-LM (arXiv 1909.08053), section 3.
     """
 
     def __init__(
@@ -230,8 +230,8 @@ class RowParallelLinear(_ParallelLinear):
         input_is_parallel: x is already this rank's slice (after a column-parallel layer).
         sequence_parallel: not built yet; True is refused.
 
-    Raises ValueError when k does not divide by the axis. Source: Megatron-LM
-    (arXiv 1909.08053), section 3.
+    Raises ValueError when k does not divide by the axis, and under ``torch.autocast``.
+    Source: Megatron-LM (arXiv 1909.08053), section 3.
     """
 
     def __init__(
