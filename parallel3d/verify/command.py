@@ -85,12 +85,11 @@ def read(arguments: Sequence[str]) -> Request:
     cases = _cases(values)
     if "part" in values:
         cases = part(cases, *values["part"])
-    return Request(
-        subject(given.get("model", "gpt_tiny")),
-        cases,
-        Setting(steps=values.get("steps", 3)),
-        values.get("tolerance", 1e-12),
-    )
+    setting = Setting(steps=values.get("steps", 3))
+    # One more than every microbatch needs: dp ranks and microbatches have unequal shares.
+    num_samples = 1 + setting.num_microbatches * max(case.grid.dp for case in cases)
+    found = subject(given.get("model", "gpt_tiny"), num_samples)
+    return Request(found, cases, setting, values.get("tolerance", 1e-12))
 
 
 def _prove(request: Request) -> int:

@@ -16,8 +16,6 @@ from ..topology import Topology
 from .subject import IGNORED, LossFn, Subject
 
 SEQ_LEN = 16
-# Odd, so that dp ranks and microbatches have unequal shares.
-NUM_SEQUENCES = 9
 # A vocabulary that no tp divides, so that its last part is padded.
 LANGUAGE = {"vocab_size": 257, "width": 128, "num_layers": 4, "num_heads": 4, "max_seq_len": 256}
 GPT = {**LANGUAGE, "ffn_width": 512}
@@ -30,8 +28,10 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def subject(name: str) -> Subject:
+def subject(name: str, num_samples: int = 9) -> Subject:
     """A preset by name, or ``module:attribute``, a ``Subject`` that can be imported.
+
+    A preset's whole batch has ``num_samples``, at best a number that no layout divides.
 
     Raises ValueError for what is neither; names the nearest.
     """
@@ -40,7 +40,7 @@ def subject(name: str) -> Subject:
         if colon:
             found = getattr(import_module(module), attribute)
         elif name in PRESETS:
-            return of_model(*PRESETS[name])
+            return of_model(*PRESETS[name], num_samples)
         else:
             close = get_close_matches(name, PRESETS, n=1, cutoff=0.5) or list(PRESETS)
             raise ValueError(
@@ -58,11 +58,11 @@ def subject(name: str) -> Subject:
     return found
 
 
-def of_model(module: str, sizes: dict[str, Any]) -> Subject:
+def of_model(module: str, sizes: dict[str, Any], num_samples: int = 9) -> Subject:
     """The subject of a package with ``build(topology, **sizes)`` and ``reference(**sizes)``."""
     import_module(module)
     if "vocab_size" not in sizes:
-        regression = partial(real_batch, sizes["in_features"], sizes["out_features"])
+        regression = partial(real_batch, num_samples, sizes["in_features"], sizes["out_features"])
         return Subject(
             partial(_build, module, sizes), partial(_reference, module, sizes), summed, regression
         )
@@ -71,25 +71,27 @@ def of_model(module: str, sizes: dict[str, Any]) -> Subject:
         partial(_build, module, sizes),
         partial(_reference, module, sizes),
         whole_cross_entropy,
-        partial(token_batch, sizes["vocab_size"], length),
+        partial(token_batch, num_samples, length, sizes["vocab_size"]),
         cut_cross_entropy,
     )
 
 
-def token_batch(vocab_size: int, length: int, step: int) -> tuple[Tensor, Tensor]:
+def token_batch(num_samples: int, length: int, vocab_size: int, step: int) -> tuple[Tensor, Tensor]:
     """Random tokens; more targets are masked the later the sequence, and all of the last."""
     generator = torch.Generator().manual_seed(step)
-    x, target = torch.randint(vocab_size, (2, NUM_SEQUENCES, length), generator=generator)
-    share = torch.arange(1, NUM_SEQUENCES + 1).view(-1, 1) / NUM_SEQUENCES
-    masked = torch.rand(NUM_SEQUENCES, length, generator=generator) < share
+    x, target = torch.randint(vocab_size, (2, num_samples, length), generator=generator)
+    share = torch.arange(1, num_samples + 1).view(-1, 1) / num_samples
+    masked = torch.rand(num_samples, length, generator=generator) < share
     return x, target.masked_fill(masked, IGNORED)
 
 
-def real_batch(in_features: int, out_features: int, step: int) -> tuple[Tensor, Tensor]:
+def real_batch(
+    num_samples: int, in_features: int, out_features: int, step: int
+) -> tuple[Tensor, Tensor]:
     """Random vectors."""
     generator = torch.Generator().manual_seed(step)
-    x = torch.randn(NUM_SEQUENCES, in_features, generator=generator)
-    return x, torch.randn(NUM_SEQUENCES, out_features, generator=generator)
+    x = torch.randn(num_samples, in_features, generator=generator)
+    return x, torch.randn(num_samples, out_features, generator=generator)
 
 
 def whole_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:

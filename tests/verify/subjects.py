@@ -21,31 +21,36 @@ LANGUAGE = {
 }
 GROUPED = {**LANGUAGE, "num_kv_heads": 2, "rope_theta": 100.0}
 REGRESSION = {"in_features": 3, "out_features": 2, "width": 8, "num_layers": 2, "ffn_width": 12}
-GPT = presets.of_model("models.gpt", LANGUAGE)
-SUBJECTS = {
-    "gpt": GPT,
-    "llama": presets.of_model("models.llama", GROUPED),
-    "mlp": presets.of_model("models.mlp", REGRESSION),
-}
+
+
+class Unit(nn.Module):
+    """With a frozen parameter, one that is never used, a scalar, and a buffer."""
+
+    def __init__(self, up: nn.Module, down: nn.Module) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.norm.weight.requires_grad_(False)
+        self.up, self.down = up, down
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.unused = nn.Parameter(torch.ones(3))
+        self.register_buffer("shift", torch.arange(6.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.down(torch.tanh(self.up(self.norm(x) + self.shift)))
 
 
 def build(topology: Topology) -> nn.Sequential:
     up = partial(ColumnParallelLinear, 6, 8, axis=topology.tp)
     down = partial(RowParallelLinear, 8, 6, axis=topology.tp)
-    return nn.Sequential(*[nn.Sequential(nn.LayerNorm(6), up(), nn.GELU(), down()) for _ in "123"])
+    return nn.Sequential(*[Unit(up(), down()) for _ in range(3)])
 
 
 def reference() -> nn.Sequential:
-    return nn.Sequential(
-        *[
-            nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6))
-            for _ in "123"
-        ]
-    )
+    return nn.Sequential(*[Unit(nn.Linear(6, 8), nn.Linear(8, 6)) for _ in range(3)])
 
 
-def flat_reference() -> nn.Sequential:
-    return nn.Sequential(*[nn.Linear(6, 6) for _ in "123"])
+def other_reference() -> nn.Sequential:
+    return nn.Sequential(*[nn.Linear(6, 6) for _ in range(3)])
 
 
 def distance(output: Tensor, target: Tensor) -> Tensor:
@@ -53,7 +58,7 @@ def distance(output: Tensor, target: Tensor) -> Tensor:
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    x, target = torch.randn(2, 7, 6, generator=torch.Generator().manual_seed(step))
+    x, target = torch.randn(2, 9, 6, generator=torch.Generator().manual_seed(step))
     return x, target
 
 
@@ -71,3 +76,11 @@ def ending_build(topology: Topology) -> nn.Sequential:
 
 OWN: dict[str, Any] = {"build": build, "reference": reference, "loss": distance, "batch": batch}
 SUBJECT = Subject(build, reference, distance, batch)
+GPT = presets.of_model("models.gpt", LANGUAGE)
+SUBJECTS = {
+    "gpt": GPT,
+    "gpt, tied": presets.of_model("models.gpt", {**LANGUAGE, "tied": True}),
+    "llama": presets.of_model("models.llama", GROUPED),
+    "mlp": presets.of_model("models.mlp", REGRESSION),
+    "own": SUBJECT,
+}

@@ -61,6 +61,12 @@ def test_suite_full_is_every_combination_and_a_choice_narrows_it() -> None:
     assert len(read(["suite=full", "part=1/4"]).cases) == 16
 
 
+def test_a_batch_has_a_sample_for_every_microbatch_of_the_widest_dp_and_one_more() -> None:
+    request = read(["layouts=1x1x1,2x5x1"])
+    x, target = request.subject.batch(0)
+    assert len(x) == len(target) == 5 * request.setting.num_microbatches + 1
+
+
 def test_with_a_choice_every_combination_of_what_is_given_is_proved() -> None:
     cases = read(["layouts=2x1x1,1x2x1", "zero=0,1", "schedule=gpipe"]).cases
     assert len(cases) == 4

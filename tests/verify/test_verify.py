@@ -18,6 +18,8 @@ from tests.verify.subjects import OWN, SUBJECTS
 COVERING = {
     "gpt": [Case(Grid(2, 1, 2)), Case(Grid(1, 1, 2), recompute="full")],
     "llama": [Case(Grid(2, 2, 1)), Case(Grid(2, 2, 1), 0, "gpipe", "full"), Case(Grid(1, 2, 1))],
+    "gpt, tied": [Case(Grid(1, 2, 2)), Case(Grid(1, 2, 2), 0, recompute="full")],
+    "own": [Case(Grid(2, 2, 1)), Case(Grid(2, 2, 1), 0, "gpipe", "full"), Case(Grid(1, 2, 1), 0)],
     "mlp": [Case(Grid(1, 2, 2)), Case(Grid(2, 2, 2), 0, "gpipe"), Case(Grid(1, 2, 2), 0)],
 }
 
@@ -48,12 +50,12 @@ def test_a_model_of_ones_own_is_proved_and_rows_come_as_they_are_done() -> None:
 def test_at_tolerance_0_a_cut_layout_fails_and_names_a_parameter() -> None:
     (row,) = verify(**OWN, layouts=["1x1x2"], tolerance=0)
     assert not row.passes
-    assert row.failures[0].startswith("gradient of 0.0.weight is ")
+    assert row.failures[0].startswith("gradient of 0.norm.bias is ")
 
 
 def test_a_reference_with_other_names_is_refused() -> None:
-    with pytest.raises(RankError, match=r"build and reference differ in 0\.0\.bias, 0\.0\.weight"):
-        verify(**{**OWN, "reference": subjects.flat_reference}, layouts=["1x1x1"])
+    with pytest.raises(RankError, match=r"build and reference differ in 0\.bias, 0\.down\.bias"):
+        verify(**{**OWN, "reference": subjects.other_reference}, layouts=["1x1x1"])
 
 
 def test_a_rank_that_raises_ends_the_proof_with_its_own_error() -> None:
