@@ -179,7 +179,8 @@ class Axis:
 class Topology:
     """A grid with process groups: the axes this rank speaks on, and its device.
 
-    Use as a context manager, or call ``close()``. Made by ``Topology.init``.
+    Use as a context manager, or call ``close()``. Made by ``Topology.init``. Who makes further
+    groups adds to ``at_close`` what forgets them.
     """
 
     def __init__(
@@ -190,6 +191,7 @@ class Topology:
         self.world = axes["world"]
         self.rank = self.world.rank
         self.device = device
+        self.at_close: list[Callable[[], None]] = []
         self._owner, self._closed = owner, False
 
     @classmethod
@@ -272,10 +274,21 @@ class Topology:
         if self._owner and dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
+            self._let_go()
         elif dist.is_initialized():
             for axis in (self.pp, self.dp, self.tp):
                 if axis.group is not None:
                     dist.destroy_process_group(axis.group)
+
+    def _let_go(self) -> None:
+        """Drop every reference to a group, which ends its threads.
+
+        One that still ran when the interpreter is taken down would abort the process.
+        """
+        for forget in self.at_close:
+            forget()
+        for axis in (self.world, self.pp, self.dp, self.tp):
+            object.__setattr__(axis, "group", None)
 
     def __enter__(self) -> Topology:
         return self

@@ -76,6 +76,11 @@ class Channel:
         dist.recv_object_list(box, self.peer, self.group, torch.device("cpu"))
         return box[0]
 
+    def close(self) -> None:
+        """Forget the communicator."""
+        self._sent.clear()
+        self.group = None
+
     def flush(self) -> None:
         """Wait until everything sent has gone."""
         for work, _ in self._sent:
@@ -98,6 +103,7 @@ def open_channels(topology: Topology, edges: Iterable[Edge], timeout: float) -> 
                 if topology.rank in ends:
                     peer = ends[0] if topology.rank == ends[1] else ends[1]
                     channels[edge] = Channel(topology.pp, group, peer, edge.purpose)
+                    topology.at_close.append(channels[edge].close)
     for edge, channel in channels.items():
         one = torch.zeros(1, device=topology.device)
         if topology.pp.rank == edge.sender:
