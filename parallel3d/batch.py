@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,18 +118,18 @@ def _cut(tree: Any, count: int) -> list[Any]:
     return [tree_unflatten(list(parts), spec) for parts in zip(*cut, strict=True)]
 
 
-def _fingerprint(batch: Batch) -> tuple[int | None, int]:
+def _fingerprint(batch: Batch) -> tuple[str | None, str]:
     return (
         None if any(x is None for x in batch.inputs) else _hash(batch.inputs),
         _hash(batch.targets),
     )
 
 
-def _hash(tree: Any) -> int:
-    leaves = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-    texts = []
-    for leaf in leaves:
-        data = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
-        values = bytes(data.view(torch.uint8).numpy().data).hex() if data.numel() else ""
-        texts.append(f"{leaf.dtype} {tuple(leaf.shape)} {values}")
-    return seed_of(*texts)
+def _hash(tree: Any) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor):
+            data = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
+            digest.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
+            digest.update(data.view(torch.uint8).numpy() if data.numel() else b"")
+    return digest.hexdigest()
