@@ -50,7 +50,9 @@ def units_of(model: nn.Module) -> list[Unit]:
         )
     if len(model) == 0:
         raise ValueError("the model is an nn.Sequential of 0 units: give it one or more")
-    return [Unit(at, name, unit) for at, (name, unit) in enumerate(model.named_children())]
+    # Not named_children(), which leaves out the second place of a module that has two.
+    named = [(name, unit) for name, unit in model._modules.items() if unit is not None]
+    return [Unit(at, name, unit) for at, (name, unit) in enumerate(named)]
 
 
 def check_batch_norm(units: list[Unit], dp: int, num_microbatches: int) -> None:
@@ -98,7 +100,7 @@ def separate_ties(units: list[Unit], facts: dict[str, Facts]) -> None:
     for at, unit in enumerate(units):
         modules = {id(module) for module in unit.module.modules()}
         if modules & seen:
-            units[at] = unit = unit._replace(module=copy.deepcopy(unit.module))
+            units[at] = unit = unit._replace(module=_twin(unit.module, {}))
         seen |= modules
         own: dict[str, nn.Parameter] = {}
         for prefix, module in unit.module.named_modules(remove_duplicate=False):
@@ -112,6 +114,18 @@ def separate_ties(units: list[Unit], facts: dict[str, Facts]) -> None:
                 if fact.trained:
                     owner = own.setdefault(fact.owner, nn.Parameter(owner.detach()))
                 module._parameters[key] = owner
+
+
+def _twin(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
+    """A module tree of its own with the same tensors; a deep copy would copy process groups too."""
+    if id(module) not in made:
+        new = made[id(module)] = copy.copy(module)
+        new._parameters = dict(module._parameters)
+        new._buffers = dict(module._buffers)
+        new._modules = {
+            name: child and _twin(child, made) for name, child in module._modules.items()
+        }
+    return made[id(module)]
 
 
 def give_values(

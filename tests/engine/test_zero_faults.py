@@ -1,0 +1,405 @@
+"""Reported faults of sharding, each as the small case that shows it; ZeRO 0 and 1 bit for bit."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from parallel3d import Engine, Grid, Topology
+from parallel3d.comm.collectives import all_reduce
+from parallel3d.memory import memory
+from tests.engine.cases import (
+    ADAMW,
+    SGD,
+    WIDTH,
+    batch,
+    blocks,
+    engine,
+    error,
+    plain,
+    same,
+    share,
+    train,
+    train_plainly,
+)
+from tests.world import run_on
+
+OPTIMIZERS: dict[str, Any] = {
+    "Adam": partial(torch.optim.Adam, amsgrad=True),
+    "AdamW": partial(torch.optim.AdamW, fused=True, weight_decay=0.1),
+    "SGD": SGD,
+    "RMSprop": partial(torch.optim.RMSprop, momentum=0.9),
+    "Adagrad": torch.optim.Adagrad,
+    "NAdam": torch.optim.NAdam,
+}
+
+
+def stages_agree(topology: Topology, **options: Any) -> Any:
+    """Steps under ZeRO 0 and 1 are bit-equal; those of ZeRO 1."""
+    found = []
+    for zero in (0, 1):
+        mine = engine(topology, zero=zero, max_grad_norm=0.05, **options)
+        initial = mine.state_dict_whole()
+        found.append((initial, train(mine, 3), mine.state_dict_whole()))
+    (_, losses, weights), (_, again, other) = found
+    assert losses == again and same(weights, other)
+    return found[1]
+
+
+def every_optimizer(topology: Topology) -> Any:
+    return {name: stages_agree(topology, optimizer=make) for name, make in OPTIMIZERS.items()}
+
+
+@pytest.mark.parametrize("layout", ["1x2x1", "1x2x2", "2x2x1", "1x4x1"])
+def test_zero_0_and_1_are_bit_equal_and_equal_torch_under_every_optimizer(layout: str) -> None:
+    runs = run_on(Grid.parse(layout), every_optimizer)[0]
+    for name, (initial, results, weights) in runs.items():
+        model = plain(initial)
+        expected = train_plainly(model, 3, OPTIMIZERS[name], max_norm=0.05)
+        torch.testing.assert_close(results, expected, rtol=1e-12, atol=0)
+        assert error(weights, model.state_dict()) < 1e-10, name
+
+
+def narrow(topology: Topology) -> Any:
+    return stages_agree(topology, precision="fp32"), stages_agree(topology, precision="bf16")
+
+
+def test_zero_0_and_1_are_bit_equal_in_fp32_and_bf16() -> None:
+    run_on(Grid(dp=2), narrow)
+
+
+def beside_torchs(topology: Topology) -> float:
+    """Largest difference from torch's own ZeRO 1 after 3 steps; sharded over the same ranks."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit, by its own import
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    mine = engine(topology)
+    weights = mine.state_dict_whole()
+    model = blocks(None).double()
+    if topology.rank == 0:
+        model.load_state_dict(weights)
+    for parameter in model.parameters():
+        torch.distributed.broadcast(parameter.data, 0)
+    theirs = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.AdamW, lr=1e-2, weight_decay=0.1
+    )
+    for step in range(3):
+        x, target = share(topology, *batch(step, dtype=torch.float64))
+        theirs.zero_grad()
+        nn.functional.mse_loss(model(x), target).backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            all_reduce(parameter.grad, topology.world).div_(2)
+        theirs.step()
+    train(mine, 3)
+    found = mine.state_dict_whole()
+    return error(found, model.state_dict()) if topology.rank == 0 else 0.0
+
+
+def test_zero_1_equals_torchs_zero_redundancy_optimizer() -> None:
+    assert max(run_on(Grid(dp=2), beside_torchs)) < 1e-10
+
+
+class Token(nn.Module):
+    """One weight, 0 at first; the loss of a valid item is its value times the target."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight
+
+
+def valid_sum(output: Tensor, target: Tensor) -> Tensor:
+    return (output * (target > 0)).sum()
+
+
+def count_valid(target: Tensor) -> Tensor:
+    return (target > 0).sum()
+
+
+def tokens(topology: Topology, values: list[list[float]]) -> tuple[float, float]:
+    """Loss, and weight after SGD at lr 1, of each dp rank's item losses; 0 is not valid."""
+    mine = engine(
+        topology,
+        nn.Sequential(Token()),
+        loss_fn=valid_sum,
+        num_items=count_valid,
+        optimizer=partial(torch.optim.SGD, lr=1.0),
+        num_microbatches=1,
+    )
+    x = torch.tensor(values[topology.dp.rank], dtype=torch.float64)
+    loss = mine.train_step(x, x).loss
+    mine.parts.shards.settle()
+    return loss, mine.parts.units[0].module.weight.item()
+
+
+@pytest.mark.report("huggingface/transformers#34242")
+@pytest.mark.report("huggingface/transformers#37474")
+@pytest.mark.parametrize(
+    ("values", "loss"),
+    [([[2.0, 2.0, 2.0, 0.0], [6.0, 0.0, 0.0, 0.0]], 3.0), ([[2.0, 4.0], [0.0, 0.0]], 3.0)],
+)
+def test_items_are_averaged_over_all_ranks_at_once(values: list[list[float]], loss: float) -> None:
+    assert run_on(Grid(dp=2), tokens, values=values) == [(loss, -1.0)] * 2
+
+
+def accumulated(topology: Topology) -> list[float]:
+    """The update of one weight whose gradients in four microbatches are 1, 10, 100, 1000."""
+    found = []
+    for zero in (0, 1):
+        mine = engine(
+            topology,
+            nn.Sequential(nn.Linear(1, 1, bias=False)),
+            loss_fn=lambda y, target: y.sum(),
+            optimizer=partial(torch.optim.SGD, lr=1.0),
+            init=lambda name, tensor: tensor.zero_(),
+            zero=zero,
+            num_microbatches=4,
+        )
+        x = torch.tensor([[1.0], [10.0], [100.0], [1000.0]], dtype=torch.float64)
+        mine.train_step(x, x)
+        mine.parts.shards.settle()
+        found.append(-mine.parts.units[0].module.weight.item())
+    return found
+
+
+@pytest.mark.report("allenai/open-instruct#1498")
+def test_every_microbatch_counts() -> None:
+    assert run_on(Grid(dp=2), accumulated) == [[277.75, 277.75]] * 2
+
+
+class Branches(nn.Module):
+    """A second layer that takes part where x's first element is positive only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.seldom = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.never = nn.Parameter(torch.ones(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.always(x)
+        return y + self.seldom(x) if x[0, 0] > 0 else y
+
+
+def branching(topology: Topology) -> Any:
+    found = []
+    for zero in (0, 1):
+        model = nn.Sequential(Branches(), nn.Linear(WIDTH, WIDTH))
+        for at, parameter in enumerate(model.parameters()):
+            nn.init.normal_(parameter, generator=torch.Generator().manual_seed(at))
+        mine = engine(topology, model, zero=zero, num_microbatches=4)
+        for step in range(3):
+            x, target = batch(step, 16, torch.float64)
+            # On rank 0 only, in its microbatches 0 and 2.
+            x[:, 0] = -1.0
+            x[[0, 4], 0] = 1.0
+            mine.train_step(*share(topology, x, target))
+        states = [s["step"].item() for s in mine.parts.optimizer.states()]
+        found.append((mine.state_dict_whole(), set(states)))
+    (weights, steps), (other, others) = found
+    assert same(weights, other) and steps == others == {3.0}
+    return weights
+
+
+@pytest.mark.report("deepspeedai/DeepSpeed#545")
+def test_a_branch_used_by_some_microbatches_of_one_rank_counts_as_zero_elsewhere() -> None:
+    (weights, _) = run_on(Grid(dp=2), branching)
+    model = nn.Sequential(Branches(), nn.Linear(WIDTH, WIDTH)).double()
+    for at, parameter in enumerate(model.parameters()):
+        value = torch.empty(parameter.shape)
+        nn.init.normal_(value, generator=torch.Generator().manual_seed(at))
+        parameter.data.copy_(value)
+    optimizer = ADAMW(model.parameters())
+    for step in range(3):
+        x, target = batch(step, 16, torch.float64)
+        x[:, 0] = -1.0
+        x[[0, 4], 0] = 1.0
+        optimizer.zero_grad(set_to_none=False)
+        total = sum(
+            nn.functional.mse_loss(model(a), b, reduction="sum")
+            for a, b in zip(x.split(2), target.split(2), strict=True)
+        )
+        (total / target.numel()).backward()
+        for parameter in model.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    assert error(weights, model.state_dict()) < 1e-10
+    # What never has a gradient is decayed, and no more.
+    assert weights["0.never"].allclose(model[0].never.detach(), rtol=1e-12, atol=0)
+
+
+class Few(nn.Module):
+    """Three elements and one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.three, self.one = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.narrow(1, 0, 3) * self.three + self.one
+
+
+def few(topology: Topology, folder: Path, loads: bool) -> Any:
+    found = []
+    for zero in (0, 1):
+        mine = engine(topology, nn.Sequential(Few()), zero=zero)
+        if loads:
+            mine.load(folder / str(zero))
+        for step in range(3):
+            x, _ = share(topology, *batch(step + mine.step, dtype=torch.float64))
+            mine.train_step(x, x[:, :3] * 2)
+        if not loads:
+            mine.save(folder / str(zero))
+            mine.train_step(x, x[:, :3] * 2)
+        found.append(mine.state_dict_whole())
+    assert same(*found)
+    return found[0]
+
+
+@pytest.mark.report("deepspeedai/DeepSpeed#129")
+def test_fewer_elements_than_ranks_train_save_and_load_anywhere(tmp_path: Path) -> None:
+    run_on(Grid(dp=4), few, folder=tmp_path, loads=False)
+    two, one = (run_on(Grid(dp=dp), few, folder=tmp_path, loads=True)[0] for dp in (2, 1))
+    assert error(two, one) < 1e-12
+    assert not two["0.three"].eq(1).any() and two["0.one"] != 1
+
+
+def grouped(topology: Topology) -> Any:
+    """Interleaved groups of two rates, and decay for matrices only, on zero gradients."""
+    found = []
+    for zero in (0, 1):
+        mine = engine(
+            topology,
+            loss_fn=lambda y, target: (y * 0).sum(),
+            optimizer=partial(torch.optim.AdamW, weight_decay=0.1),
+            param_groups=lambda name, p: {
+                "lr": 0.1 if int(name[0]) % 2 else 0.001,
+                "weight_decay": 0.1 if p.ndim > 1 else 0.0,
+            },
+            init=lambda name, tensor: tensor.fill_(1.0),
+            zero=zero,
+        )
+        train(mine, 1)
+        found.append(mine.state_dict_whole())
+    assert same(*found)
+    return found[0]
+
+
+@pytest.mark.report("deepspeedai/DeepSpeed#6873")
+@pytest.mark.report("ServiceNow/Fast-LLM#545")
+@pytest.mark.parametrize("layout", ["1x1x1", "1x2x2", "2x2x1"])
+def test_groups_keep_their_rates_and_their_decay(layout: str) -> None:
+    weights = run_on(Grid.parse(layout), grouped)[0]
+    for name, value in weights.items():
+        rate = 0.1 if int(name[0]) % 2 else 0.001
+        decayed = 1 - rate * 0.1 if value.ndim > 1 else 1.0
+        assert torch.equal(value, torch.full_like(value, decayed)), name
+
+
+class Ones(nn.Module):
+    """A weight of four elements whose gradient is (1, 2, 2, 4)."""
+
+    def __init__(self, split: bool) -> None:
+        super().__init__()
+        sizes = [1] * 4 if split else [4]
+        self.weights = nn.ParameterList([nn.Parameter(torch.zeros(size)) for size in sizes])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.cat(list(self.weights))
+
+
+def clipped(topology: Topology, split: bool) -> Any:
+    mine = engine(
+        topology,
+        nn.Sequential(Ones(split)),
+        loss_fn=lambda y, target: y.sum(),
+        num_items=lambda target: len(target),
+        optimizer=partial(torch.optim.SGD, lr=1.0),
+        max_grad_norm=1.0,
+        num_microbatches=1,
+    )
+    x = torch.tensor([[1.0, 2.0, 2.0, 4.0]], dtype=torch.float64)
+    norm = mine.train_step(x, x).grad_norm
+    mine.parts.shards.settle()
+    return norm, torch.cat([v.view(-1) for v in mine.parts.units[0].module.parameters()]).tolist()
+
+
+@pytest.mark.report("pytorch/pytorch#170862")
+@pytest.mark.parametrize("split", [True, False])
+def test_every_rank_clips_by_the_norm_of_the_whole(split: bool) -> None:
+    for norm, weights in run_on(Grid(dp=4), clipped, split=split):
+        assert norm == 5.0
+        assert weights == pytest.approx([-0.2, -0.4, -0.4, -0.8], rel=1e-6)
+
+
+def tied(topology: Topology, far: bool) -> Any:
+    """A linear layer used by two units (far), or twice inside one."""
+    found = []
+    for zero in (0, 1):
+        shared, other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        for at, parameter in enumerate([*shared.parameters(), *other.parameters()]):
+            nn.init.normal_(parameter, 0, 0.3, torch.Generator().manual_seed(at))
+        layers = (shared, nn.Tanh(), other, nn.Tanh(), shared)
+        model = nn.Sequential(*layers) if far else nn.Sequential(nn.Sequential(*layers))
+        mine = engine(topology, model, zero=zero)
+        names = set(mine.parts.facts)
+        found.append((train(mine, 10), mine.state_dict_whole()))
+        assert not topology.rank or not found[-1][1]
+        if not topology.rank:
+            assert names == set(found[-1][1])
+    (losses, weights), (again, others) = found
+    assert losses == again and same(weights, others)
+    return losses, weights
+
+
+@pytest.mark.report("deepspeedai/DeepSpeed#966")
+@pytest.mark.parametrize("far", [True, False])
+@pytest.mark.parametrize("layout", ["1x1x1", "1x2x1"])
+def test_a_layer_used_twice_equals_plain_pytorch(layout: str, far: bool) -> None:
+    losses, weights = run_on(Grid.parse(layout), tied, far=far)[0]
+    shared, other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    for at, parameter in enumerate([*shared.parameters(), *other.parameters()]):
+        nn.init.normal_(parameter, 0, 0.3, torch.Generator().manual_seed(at))
+    model = nn.Sequential(shared, nn.Tanh(), other, nn.Tanh(), shared).double()
+    expected = train_plainly(model, 10)
+    torch.testing.assert_close(losses, expected, rtol=1e-11, atol=0)
+    prefix = "" if far else "0."
+    for use in ("0", "4"):
+        assert weights[f"{prefix}{use}.weight"].allclose(shared.weight.detach(), rtol=1e-10)
+
+
+def frozen_memory(topology: Topology) -> Any:
+    """Bytes by kind in bf16, of a model of which a thousandth is trained."""
+    big, small = nn.Linear(128, 128), nn.Linear(128, 1)
+    big.requires_grad_(False)
+    mine: Engine = engine(
+        topology, nn.Sequential(big, small), precision="bf16", optimizer=torch.optim.AdamW
+    )
+    x = torch.ones(2, 128)
+    mine.train_step(x, x[:, :1])
+    grads = [parameter.grad for parameter in big.parameters()]
+    return memory(mine.parts), grads
+
+
+@pytest.mark.report("deepspeedai/DeepSpeed#8029")
+@pytest.mark.report("deepspeedai/DeepSpeed#2615")
+def test_frozen_weights_have_no_master_no_gradient_and_no_moments() -> None:
+    found = run_on(Grid(dp=2), frozen_memory)
+    trained, padded, frozen = 129, 256, 128 * 129
+    masters_and_moments = sum(kept.optimizer for kept, _ in found)
+    # Two step counts of 4 bytes beside masters and two moments.
+    assert trained * 12 <= masters_and_moments <= padded * 12 + 2 * 4
+    for kept, grads in found:
+        assert kept.parameters == (frozen + padded) * 2
+        assert kept.gradients == padded * 4
+        assert grads == [None, None]
