@@ -131,5 +131,5 @@ def _hash(tree: Any) -> str:
         if isinstance(leaf, Tensor):
             data = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
             digest.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
-            digest.update(data.view(torch.uint8).numpy() if data.numel() else b"")
+            digest.update(data.view(torch.uint8).numpy().data if data.numel() else b"")
     return digest.hexdigest()
