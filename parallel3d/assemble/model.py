@@ -142,6 +142,8 @@ def give_values(
     casts them, and keeps masters that were never rounded.
     """
     real = [_real_names(unit) for unit in units]
+    if init is not None:
+        _check_buffers(units)
     materialise(((unit.name, unit.module) for unit in units), seed, check=init is None)
     if init is not None:
         _override(units, facts, topology, init, seed)
@@ -154,6 +156,20 @@ def give_values(
                 wide = torch.promote_types(dtype, torch.float32)
                 parameter.data = parameter.data.to(wide if parameter.requires_grad else dtype)
         _share(unit, names, facts, topology)
+
+
+def _check_buffers(units: list[Unit]) -> None:
+    """``init`` fills parameters; buffers on meta need a module that fills them."""
+    for unit in units:
+        for path, module in unit.module.named_modules():
+            buffers = [name for name, b in module._buffers.items() if b is not None and b.is_meta]
+            if buffers and not hasattr(module, "reset_parameters"):
+                full = ".".join(part for part in (unit.name, path, buffers[0]) if part)
+                raise ValueError(
+                    f"{full} is a buffer on meta, and init fills parameters only: give its "
+                    f"{type(module).__name__} a reset_parameters(), or build the model on a real "
+                    f"device"
+                )
 
 
 def _real_names(unit: Unit) -> set[str]:
