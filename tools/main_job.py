@@ -31,7 +31,7 @@ LAYOUTS = {
     3: ["topology.pp=3", "topology.tp=1"],
     4: ["topology.pp=2", "topology.tp=2"],
 }
-PACE = ["optim.lr=3e-3", "train.steps=300"]  # 1.2 million tokens: about 90 s on two cores
+PACE = ["optim.lr=3e-3", "train.steps=300"]  # 1.2 million tokens: a minute or two on two cores
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
