@@ -75,8 +75,7 @@ class Stage:
     ) -> None:
         self.index, self.units, self.recompute = index, units, recompute
         self.before, self.after, self.check = before, after, check
-        self._kept: dict[int, list[Segment]] = {}
-        self._seeds: dict[int, int] = {}
+        self._kept: dict[int, tuple[int, list[Segment]]] = {}
 
     @property
     def in_flight(self) -> int:
@@ -86,7 +85,6 @@ class Stage:
     def clear(self) -> None:
         """Forget unfinished microbatches, after an error."""
         self._kept.clear()
-        self._seeds.clear()
 
     def train(self, mode: bool) -> None:
         """Put the units into training or evaluation mode."""
@@ -104,8 +102,8 @@ class Stage:
 
     def forward(self, microbatch: int, x: Any, seed: int) -> Any:
         """Run the units on ``x``, a pytree of tensors; ``seed`` keys their random numbers."""
-        self._seeds[microbatch] = seed
-        kept = self._kept[microbatch] = []
+        kept: list[Segment] = []
+        self._kept[microbatch] = seed, kept
         forward = self._outline if self.recompute else self._trace
         for unit in self.units:
             self.before(unit.number)
@@ -121,8 +119,7 @@ class Stage:
 
         ``last`` marks the stage's last backward of the step: ``after`` is called for each unit.
         """
-        seed = self._seeds.pop(microbatch)
-        kept = self._kept.pop(microbatch)
+        seed, kept = self._kept.pop(microbatch)
         for unit in reversed(self.units):
             segment = kept.pop()
             if self.recompute:
@@ -202,13 +199,10 @@ def _backward(segment: Segment, gradients: list[Tensor]) -> list[Tensor]:
     if pairs:
         edges, values = zip(*pairs, strict=True)
         torch.autograd.backward(edges, values)
-    found = []
-    for leaf in segment.leaves:
-        if _needs_grad(leaf):
-            gradient = torch.zeros_like(leaf) if leaf.grad is None else _contiguous(leaf.grad)
-            leaf.grad = None
-            found.append(gradient)
-    return found
+    return [
+        torch.zeros_like(leaf) if leaf.grad is None else _contiguous(leaf.grad)
+        for leaf in filter(_needs_grad, segment.leaves)
+    ]
 
 
 def enter(leaf: Any) -> Any:
