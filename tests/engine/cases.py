@@ -43,9 +43,9 @@ def blocks(topology: Topology | None, count: int = 4) -> nn.Sequential:
 def batch(
     step: int, size: int = BATCH, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """The whole batch of a step."""
+    """The whole batch of a step; the same in every dtype."""
     generator = torch.Generator().manual_seed(step)
-    x, target = torch.randn(2, size, WIDTH, generator=generator, dtype=dtype)
+    x, target = torch.randn(2, size, WIDTH, generator=generator).to(dtype)
     return x, target
 
 
