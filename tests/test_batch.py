@@ -101,6 +101,7 @@ MESSAGES = {
     "equal": None,
     "x is None off the first stage": None,
     "another x": "the ranks of dp index 1 were given different x: all pp and tp ranks of one dp",
+    "another shape of x": "the ranks of dp index 1 were given different x: all pp and tp ranks",
     "another target": "the ranks of dp index 1 were given different target: all pp and tp ranks",
     "another count": "ranks were given 2, 3 microbatches: every dp rank runs the same number",
 }
@@ -114,6 +115,7 @@ def told(topology: Topology) -> list[str | None]:
         x, target, count = torch.rand(4, 2), torch.rand(4, 2), 2
         if topology.rank == topology.world.size - 1:
             x = x + 1 if case == "another x" else x
+            x = x[..., None] if case == "another shape of x" else x
             target = target.double() if case == "another target" else target
             count = 3 if case == "another count" else count
         given = None if "None" in case and topology.pp.rank else x

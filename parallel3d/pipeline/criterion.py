@@ -64,7 +64,7 @@ class SumLoss:
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 gradients.append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
                 leaf.grad = None
-        return [gradient.contiguous() for gradient in gradients]
+        return gradients
 
 
 def _widen(leaf: Any) -> Any:

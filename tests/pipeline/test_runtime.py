@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -94,8 +95,20 @@ def test_reduce_makes_the_next_backward_of_its_stage_the_last() -> None:
     xs, targets = batch()
     interpreter = Interpreter(two_stages(modules(), after=told.append), 2, {}, "here")
     step = Step(xs, [0, 1], [0, 0], True, criterion(targets))
-    interpreter.run(parse("0F0 1F0 0F1 1F1 1B0 0B0 1REDUCE1 1B1 0REDUCE1 0B1")[0], step)
+    interpreter.run(parse("0F0 1F0 0F1 1F1 1B0 1REDUCE1 1B1 0B0")[0], step)
+    assert told == [2], "stage 0 is not at its last"
+    interpreter.run(parse("0REDUCE1 0B1")[0], step)
     assert told == [2, 1, 0]
+
+
+def test_a_run_ends_when_all_that_it_sent_has_gone() -> None:
+    stages, (end, _) = two_stages(modules()), both_ends()
+    flushed: list[str] = []
+    for name in ("activations", "gradients"):
+        getattr(end, name).flush = partial(flushed.append, name)
+    step = Step(batch()[0], [0, 1], [0, 0], True, None)
+    Interpreter({0: stages[0]}, 2, {1: end}, "rank 0").run(parse("0F0 0SEND_F0")[0], step)
+    assert flushed == ["activations", "gradients"]
 
 
 @pytest.mark.report("huggingface/picotron#5")
