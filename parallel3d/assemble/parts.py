@@ -109,6 +109,7 @@ def assemble(model: nn.Module, topology: Topology, options: Options) -> Parts:
             before=shards.before,
             after=shards.reduce,
             check=shards.check,
+            split=programs.splits_backward,
         )
         for index, units in mine.items()
     }

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from ..pipeline.actions import Action, Program, show
+from ..pipeline.actions import Action, Op, Program, show
 from ..pipeline.passes import add_communication, lower
 from ..pipeline.schedules import build, forward_only
 from ..pipeline.simulate import Timeline, simulate
 from ..topology import Axis
-
-RUNNABLE = ("gpipe", "1f1b")
 
 
 class Programs:
@@ -22,16 +20,16 @@ class Programs:
         self, schedule: str, pp: Axis, num_chunks: int | None, num_microbatches: int
     ) -> None:
         first = build(schedule, pp.size, num_microbatches, num_chunks)
-        if schedule not in RUNNABLE:
-            raise ValueError(
-                f"pipeline.schedule = {schedule!r} is drawn and simulated, but not run yet: choose "
-                f"one of {', '.join(RUNNABLE)}"
-            )
         self.schedule, self.pp, self.num_chunks = schedule, pp, num_chunks
         self.num_microbatches = num_microbatches
         self.rank_of_stage = first.rank_of_stage
         self._made: dict[tuple[int, bool, bool], Program] = {}
         self.timeline: Timeline = simulate(self.whole(num_microbatches))
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether input and weight gradients are actions of their own."""
+        return any(action.op is Op.WEIGHT_GRAD for action in self.mine(self.num_microbatches))
 
     @property
     def num_stages(self) -> int:

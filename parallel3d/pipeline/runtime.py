@@ -67,6 +67,8 @@ class Interpreter:
         self._do: dict[Op, Callable[[Step, int, int], None]] = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
+            Op.INPUT_GRAD: self._input_grad,
+            Op.WEIGHT_GRAD: self._weight_grad,
             Op.SEND_FORWARD: self._send_forward,
             Op.RECV_FORWARD: self._receive_forward,
             Op.SEND_BACKWARD: self._send_backward,
@@ -108,15 +110,27 @@ class Interpreter:
             step.criterion.forward(microbatch, y)
 
     def _backward(self, step: Step, index: int, microbatch: int) -> None:
-        if index == self.num_stages - 1:
-            assert step.criterion is not None
-            gradients = step.criterion.backward(microbatch)
-        else:
-            gradients = self._take(step, "backward", index, microbatch)
+        gradients = self._output_gradients(step, index, microbatch)
         last = index in step.reducing
         gradients = self.stages[index].backward(microbatch, gradients, last)
         if index > 0:
             self._give(step, "backward", index - 1, microbatch, gradients)
+
+    def _input_grad(self, step: Step, index: int, microbatch: int) -> None:
+        gradients = self._output_gradients(step, index, microbatch)
+        gradients = self.stages[index].input_grad(microbatch, gradients)
+        if index > 0:
+            self._give(step, "backward", index - 1, microbatch, gradients)
+
+    def _weight_grad(self, step: Step, index: int, microbatch: int) -> None:
+        self.stages[index].weight_grad(microbatch, index in step.reducing)
+
+    def _output_gradients(self, step: Step, index: int, microbatch: int) -> list[Tensor]:
+        if index == self.num_stages - 1:
+            assert step.criterion is not None
+            return step.criterion.backward(microbatch)
+        gradients: list[Tensor] = self._take(step, "backward", index, microbatch)
+        return gradients
 
     def _send_forward(self, step: Step, index: int, microbatch: int) -> None:
         y = step.handed.pop(("forward", index + 1, microbatch))

@@ -13,7 +13,7 @@ would get a gradient that knows nothing of the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -44,6 +44,9 @@ class Segment:
     versions: list[int] = field(default_factory=list)
 
 
+Deferred = tuple[nn.Parameter, Callable[[], Tensor]]
+
+
 def _nothing(unit: int) -> None:
     """The default of ``before`` and ``after``."""
 
@@ -58,6 +61,8 @@ class Stage:
         before: called with a unit's index right before each of its forwards.
         after: called with a unit's index when a backward marked ``last`` has completed it.
         check: called with a unit's index after each of its backwards.
+        split: ``input_grad`` and ``weight_grad`` will be called instead of ``backward``; layers
+            with a ``defer`` attribute are given one.
 
     An output that needs a gradient leaves as a tensor with ``requires_grad``; a border hands
     gradients on as a list, one for each floating leaf that needs one, in order.
@@ -72,9 +77,16 @@ class Stage:
         before: Callable[[int], None] = _nothing,
         after: Callable[[int], None] = _nothing,
         check: Callable[[int], None] = _nothing,
+        split: bool = False,
     ) -> None:
         self.index, self.units, self.recompute = index, units, recompute
         self.before, self.after, self.check = before, after, check
+        self._deferred: dict[tuple[int, int], list[Deferred]] = {}
+        self._keeping: list[Deferred] | None = None
+        for unit in units if split else ():
+            for module in unit.module.modules():
+                if hasattr(module, "defer"):
+                    module.defer = self._defer  # type: ignore[assignment]
         self._kept: dict[int, tuple[int, list[Segment]]] = {}
 
     @property
@@ -85,6 +97,8 @@ class Stage:
     def clear(self) -> None:
         """Forget unfinished microbatches, after an error."""
         self._kept.clear()
+        self._deferred.clear()
+        self._keeping = None
 
     def train(self, mode: bool) -> None:
         """Put the units into training or evaluation mode."""
@@ -119,16 +133,54 @@ class Stage:
 
         ``last`` marks the stage's last backward of the step: ``after`` is called for each unit.
         """
-        seed, kept = self._kept.pop(microbatch)
-        for unit in reversed(self.units):
-            segment = kept.pop()
-            if self.recompute:
-                self._again(unit, segment, seed)
+        for unit, segment in self._finish(microbatch):
             gradients = _backward(segment, gradients)
             self.check(unit.number)
             if last:
                 self.after(unit.number)
         return gradients
+
+    def input_grad(self, microbatch: int, gradients: list[Tensor]) -> list[Tensor]:
+        """As ``backward``, but what layers defer of their weights' gradients waits.
+
+        Everything else, and all of a unit whose layers defer nothing, is done here.
+        """
+        for unit, segment in self._finish(microbatch):
+            self._keeping = self._deferred[microbatch, unit.number] = []
+            gradients = _backward(segment, gradients)
+            self._keeping = None
+        return gradients
+
+    @torch.no_grad()
+    def weight_grad(self, microbatch: int, last: bool = False) -> None:
+        """The rest of a microbatch's backward. ``last`` as in ``backward``."""
+        for unit in reversed(self.units):
+            sums: dict[int, tuple[nn.Parameter, Tensor]] = {}
+            for parameter, make in self._deferred.pop((microbatch, unit.number)):
+                # Uses of a weight in one unit are summed first, as autograd does.
+                known = sums.get(id(parameter))
+                sums[id(parameter)] = parameter, make() if known is None else known[1] + make()
+            for parameter, gradient in sums.values():
+                assert parameter.grad is not None
+                parameter.grad.add_(gradient)
+            self.check(unit.number)
+            if last:
+                self.after(unit.number)
+
+    def _defer(self, parameter: nn.Parameter, make: Callable[[], Tensor]) -> Tensor | None:
+        if self._keeping is None:
+            return make()
+        self._keeping.append((parameter, make))
+        return None
+
+    def _finish(self, microbatch: int) -> Iterator[tuple[Unit, Segment]]:
+        """The units in reverse with what they kept, ready for their backward."""
+        seed, kept = self._kept.pop(microbatch)
+        for unit in reversed(self.units):
+            segment = kept.pop()
+            if self.recompute:
+                self._again(unit, segment, seed)
+            yield unit, segment
 
     def _trace(self, unit: Unit, segment: Segment, seed: int) -> Any:
         """Forward with a graph; the outputs come back as leaves of the next unit."""

@@ -24,13 +24,19 @@ def uniform_fan_in(rows: Tensor, fan_in: int) -> None:
     rows.uniform_(-bound, bound)
 
 
+# Given a parameter and what makes its gradient: makes it at once, or keeps it and returns None.
+Defer = Callable[[nn.Parameter, Callable[[], Tensor]], Tensor | None]
+
+
 class _ColumnLinear(Function):
     """``x @ w.t() + b`` whose input gradient is summed over the axis behind the weight's matmul."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: _ParallelLinear
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.axis = axis
+        ctx.layer = layer
         return F.linear(x, weight, bias)
 
     @staticmethod
@@ -38,12 +44,11 @@ class _ColumnLinear(Function):
         x, weight = ctx.saved_tensors
         pending = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            pending = start_all_reduce(grad @ weight, ctx.axis, tag="input-grad")
-        rows = grad.reshape(-1, grad.shape[-1])
+            pending = start_all_reduce(grad @ weight, ctx.layer.axis, tag="input-grad")
         if ctx.needs_input_grad[1]:
-            grad_weight = rows.t() @ x.reshape(-1, x.shape[-1])
+            grad_weight = ctx.layer.weight_grad(x, grad)
         if ctx.needs_input_grad[2]:
-            grad_bias = rows.sum(0)
+            grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
         grad_x = None if pending is None else pending.wait()
         return grad_x, grad_weight, grad_bias, None
 
@@ -52,18 +57,16 @@ class _RowLinear(Function):
     """``x @ w.t()`` summed over the axis; the sum replaces the product in place."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, axis: Axis) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: _ParallelLinear) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return all_reduce(F.linear(x, weight), axis, tag="output")
+        ctx.layer = layer
+        return all_reduce(F.linear(x, weight), layer.axis, tag="output")
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad_x = grad @ weight if ctx.needs_input_grad[0] else None
-        grad_weight = None
-        if ctx.needs_input_grad[1]:
-            rows = grad.reshape(-1, grad.shape[-1])
-            grad_weight = rows.t() @ x.reshape(-1, x.shape[-1])
+        grad_weight = ctx.layer.weight_grad(x, grad) if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight, None
 
 
@@ -71,6 +74,7 @@ class _ParallelLinear(nn.Module):
     """What both cuts share: creation, initial values, conversion from ``nn.Linear``."""
 
     init_weight: Callable[[Tensor, int], object] = staticmethod(uniform_fan_in)
+    defer: Defer | None = None
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -86,6 +90,20 @@ class _ParallelLinear(nn.Module):
     def placements(self) -> dict[str, Placement]:
         """How each own parameter lies on the axis."""
         raise NotImplementedError
+
+    def weight_grad(self, x: Tensor, grad: Tensor) -> Tensor | None:
+        """``grad.t() @ x`` over all rows, as ``nn.Linear`` has it: now, or when ``defer`` says."""
+
+        def make() -> Tensor:
+            return grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+
+        return make() if self.defer is None else self.defer(self.weight, make)
+
+    def _whole(self, x: Tensor) -> Tensor:
+        """The layer on an axis of one rank."""
+        if self.defer is None:
+            return F.linear(x, self.weight, self.bias)
+        return _ColumnLinear.apply(x, self.weight, self.bias, self)
 
     def reset_parameters(self) -> None:
         """Draw the parameters: cuts of one whole layer on ranks under one ``torch.manual_seed``.
@@ -195,9 +213,9 @@ class ColumnParallelLinear(_ParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         """``[..., k]`` to ``[..., n / t]``."""
         if self.axis.size == 1:
-            return F.linear(x, self.weight, self.bias)
+            return self._whole(x)
         _refuse_autocast(x)
-        y = _ColumnLinear.apply(x, self.weight, self.bias, self.axis)
+        y = _ColumnLinear.apply(x, self.weight, self.bias, self)
         return self._gather(y) if self.gather_output else y
 
     def _gather(self, y: Tensor) -> Tensor:
@@ -272,11 +290,11 @@ class RowParallelLinear(_ParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         """``[..., k / t]`` to ``[..., n]``."""
         if self.axis.size == 1:
-            return F.linear(x, self.weight, self.bias)
+            return self._whole(x)
         _refuse_autocast(x)
         if not self.input_is_parallel:
             x = split_to(x, self.axis)
-        y = _RowLinear.apply(x, self.weight, self.axis)
+        y = _RowLinear.apply(x, self.weight, self)
         return y if self.bias is None else y + self.bias
 
 
