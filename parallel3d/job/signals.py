@@ -23,6 +23,7 @@ class Stop:
 
     def __init__(self) -> None:
         self._received = dict.fromkeys(HANDLED, False)
+        self._agreed = dict.fromkeys(HANDLED, False)
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Stop:
@@ -40,13 +41,13 @@ class Stop:
 
     @property
     def requested(self) -> bool:
-        """Whether a signal has come: to this process, or, after `agreed`, to any."""
-        return any(self._received.values())
+        """Whether a signal has come, to any process, as of the last `agreed`."""
+        return any(self._agreed.values())
 
     @property
     def requeue(self) -> bool:
         """Whether SIGUSR1 was among them: the scheduler's time is up, and the job is to go on."""
-        return self._received[signal.SIGUSR1]
+        return self._agreed[signal.SIGUSR1]
 
     def agreed(self, world: Axis) -> bool:
         """Whether any rank has been asked to stop: the same answer on all. Collective.
@@ -55,7 +56,8 @@ class Stop:
         """
         mine = torch.tensor([float(self._received[number]) for number in HANDLED])
         everywhere = all_reduce(mine, world, op="max", tag="stop").tolist()
-        self._received = {n: bool(any_) for n, any_ in zip(HANDLED, everywhere, strict=True)}
+        # Apart from what is received: a signal may come during the all-reduce, for the next time.
+        self._agreed = {n: bool(any_) for n, any_ in zip(HANDLED, everywhere, strict=True)}
         return self.requested
 
     def _receive(self, number: int, frame: FrameType | None) -> None:

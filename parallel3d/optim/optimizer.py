@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -75,8 +75,8 @@ class ShardedOptimizer:
 
     def states(self) -> list[State]:
         """The optimizer's state of each of ``parts()``; filled by the first step."""
-        inner = self.inner
-        return [{} if inner is None else inner.state[part.parameter] for part in self.parts()]
+        held: Mapping[Any, State] = {} if self.inner is None else self.inner.state
+        return [held.get(part.parameter, {}) for part in self.parts()]
 
     def blank_states(self) -> list[State]:
         """States such as a first step makes, to be written over; nothing of ours is touched."""

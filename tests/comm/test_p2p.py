@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.comm.ledger import Ledger
@@ -112,7 +115,9 @@ def wrap_around(topology: Topology) -> list[list[float]]:
     """A ring of pipeline ranks, as more chunks than one need: a rank has only its own ends."""
     size, me = topology.pp.size, topology.pp.rank
     edges = [Edge(rank, (rank + 1) % size, "activations") for rank in range(size)]
-    channels = open_channels(topology, reversed(edges * 2), timeout=30)
+    with patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
+        channels = open_channels(topology, edges[me:] + edges[:me] + edges, timeout=10)
+    assert new_group.call_count == size, "however often and in whatever order they are named"
     into, out = edges[me - 1], edges[me]
     assert set(channels) == {into, out}
     channels[out].send([torch.tensor([float(me)])])

@@ -3,7 +3,10 @@ from __future__ import annotations
 import os
 import signal
 
-from parallel3d.job import Stop
+import pytest
+from torch import Tensor
+
+from parallel3d.job import Stop, signals
 from parallel3d.topology import Axis, Topology
 from tests.world import run_on
 
@@ -17,6 +20,22 @@ def test_signals_are_remembered_and_the_handlers_put_back() -> None:
         assert stop.agreed(Axis.single())
         assert not stop.requeue
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_signal_that_comes_while_the_ranks_agree_counts_at_the_next_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(x: Tensor, axis: Axis, **options: str) -> Tensor:
+        os.kill(os.getpid(), signal.SIGINT)
+        return x
+
+    with Stop() as stop:
+        with monkeypatch.context() as patch:
+            patch.setattr(signals, "all_reduce", interrupted)
+            assert not stop.agreed(Axis.single())
+            assert not stop.requested
+        assert stop.agreed(Axis.single())
+        assert stop.requested
 
 
 def signalled_on_one_rank(topology: Topology) -> tuple[int, bool]:

@@ -18,10 +18,10 @@ from tests.engine.trials import (
     Trace,
     Trial,
     assert_equal_to,
-    by_engine,
     by_plain_torch,
     engine_of,
     follow,
+    on_rank,
 )
 from tests.pipeline.strict import make_strict
 from tests.world import run_on
@@ -37,9 +37,20 @@ def trial(schedule: str, num_microbatches: int) -> Trial:
     generator = torch.Generator().manual_seed(1)
     x, target, more, other = torch.randn(4, 7, 4, generator=generator, dtype=torch.float64)
     options = {"schedule": schedule, "num_microbatches": num_microbatches}
-    # The second step knows its shapes and posts receives early; the third has new ones.
-    steps = [(x, target), (more, other), (torch.cat([x, more]), torch.cat([target, other]))]
-    return Trial(layers, steps, options=options)
+    # The second step knows its shapes and posts receives early.
+    return Trial(layers, [(x, target), (more, other)], options=options)
+
+
+def growing(schedule: str) -> Trial:
+    """Every microbatch of a step has another size, none of which is known in the first."""
+    generator = torch.Generator().manual_seed(1)
+    samples = torch.randn(2, 10, 4, generator=generator, dtype=torch.float64).split([1, 2, 3, 4], 1)
+    return Trial(layers, [[tuple(pair) for pair in samples]] * 2, options={"schedule": schedule})
+
+
+def all_trials() -> list[Trial]:
+    trials = [trial(schedule, m) for schedule in ("gpipe", "1f1b") for m in COUNTS]
+    return [*trials, growing("gpipe"), growing("1f1b")]
 
 
 def strictly(topology: Topology, trials: list[Trial], folder: str) -> list[Trace]:
@@ -47,8 +58,7 @@ def strictly(topology: Topology, trials: list[Trial], folder: str) -> list[Trace
     for number, each in enumerate(trials):
         engine = engine_of(topology, each)
         make_strict(engine.parts.interpreter.borders, topology, f"{folder}/{number}")
-        x, target = each.steps[0]
-        engine.eval_step(x[:3], target[:3])
+        engine.eval_step(torch.zeros(3, 4), torch.zeros(3, 4))
         traces.append(follow(engine, each.steps))
     return traces
 
@@ -61,13 +71,14 @@ def strictly(topology: Topology, trials: list[Trial], folder: str) -> list[Trace
 def test_any_number_of_microbatches_ends_on_strict_channels_and_equals_one_process(
     pp: int, tmp_path: Path
 ) -> None:
-    trials = [trial(schedule, m) for schedule in ("gpipe", "1f1b") for m in COUNTS]
+    trials = all_trials()
     strict = run_on(Grid(pp=pp), strictly, trials=trials, folder=str(tmp_path))[0]
-    reference = by_plain_torch(trials[0])
-    for trace, single in zip(strict, by_engine(Grid(), trials), strict=True):
-        assert_equal_to(reference, trace)
-        assert trace.results == single.results
-        for one, other in zip(trace.weights, single.weights, strict=True):
+    with Topology.init() as topology:
+        single = on_rank(topology, trials)
+    for each, trace, alone in zip(trials, strict, single, strict=True):
+        assert_equal_to(by_plain_torch(each), trace)
+        assert trace.results == alone.results
+        for one, other in zip(trace.weights, alone.weights, strict=True):
             assert all(torch.equal(one[name], other[name]) for name in one)
 
 

@@ -126,3 +126,23 @@ def test_a_wrong_key_is_told_before_anything_starts(capsys: pytest.CaptureFixtur
     assert main_job["main"](["train.stepps=3"]) == 1
     said = capsys.readouterr()
     assert "did you mean train.steps?" in said.err and not said.out
+
+
+def test_a_second_ctrl_c_ends_a_run_that_does_not_save() -> None:
+    deaf = (
+        "import signal, time; signal.signal(2, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+    )
+    before = {each: signal.getsignal(each) for each in main_job["PASSED_ON"]}
+    with subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout and process.stdout.readline()
+            received = main_job["hand_on"](process)
+            os.kill(os.getpid(), signal.SIGINT)
+            assert process.poll() is None
+            os.kill(os.getpid(), signal.SIGINT)
+            assert process.wait(10) == -signal.SIGTERM
+            assert received == [signal.SIGINT, signal.SIGINT]
+        finally:
+            process.kill()
+            for each, handler in before.items():
+                signal.signal(each, handler)

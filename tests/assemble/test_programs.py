@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import pytest
+
+from parallel3d.assemble.programs import RUNNABLE, Programs
+from parallel3d.topology import Axis
+
+
+def pp(size: int, rank: int = 0) -> Axis:
+    return Axis("pp", size, rank, tuple(range(size)))
+
+
+@pytest.mark.parametrize("name", ["zbv", "interleaved"])
+def test_a_schedule_that_is_only_drawn_is_refused_with_those_that_run(name: str) -> None:
+    with pytest.raises(ValueError, match=f"'{name}' is drawn and simulated, but not run yet.*1f1b"):
+        Programs(name, pp(2), None, 4)
+
+
+def test_an_unknown_schedule_is_refused() -> None:
+    with pytest.raises(ValueError, match="1f2b"):
+        Programs("1f2b", pp(2), None, 4)
+
+
+@pytest.mark.parametrize("name", RUNNABLE)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_each_rank_has_its_line_of_the_program_also_for_few_microbatches(
+    name: str, size: int
+) -> None:
+    for rank in range(size):
+        programs = Programs(name, pp(size, rank), None, 3)
+        for count in (1, 2, 3, 7):
+            for training in (True, False):
+                whole = programs.whole(count, training)
+                assert programs.mine(count, training) == whole[rank]
+                assert whole is programs.whole(count, training), "made once"
+                ops = [action.op for action in whole[rank]]
+                assert ops.count("F") == count
+                assert ops.count("B") == (count if training else 0)
+
+
+def test_the_text_has_a_line_for_each_rank() -> None:
+    programs = Programs("1f1b", pp(3), None, 4)
+    lines = programs.text().splitlines()
+    assert len(lines) == programs.num_stages == 3
+    assert all("REDUCE" in line for line in lines)
