@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
+from ..pipeline.schedules import NAMES
 from ..topology import Grid
 from .cases import LAYOUTS, Case, part, product, quick
 from .presets import PRESETS, subject
@@ -175,7 +176,7 @@ def _part(key: str, value: str) -> tuple[int, int]:
 READERS: dict[str, Callable[[str, str], Any]] = {
     "layouts": _layouts,
     "zero": _zero,
-    "schedule": _some_of("gpipe", "1f1b"),
+    "schedule": _some_of(*NAMES),
     "recompute": _some_of("none", "full"),
     "model": lambda key, value: value,
     "steps": _steps,
