@@ -235,6 +235,7 @@ def every_optimizer_resumes(topology: Topology, folder: Path) -> None:
         "NAdam": torch.optim.NAdam,
         "ASGD": torch.optim.ASGD,
         "Rprop": torch.optim.Rprop,
+        "Counting": partial(cases.Counting, lr=0.1),
         "plain": partial(torch.optim.SGD, lr=0.1),
     }
     for name, make in makers.items():
