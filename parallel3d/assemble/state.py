@@ -74,7 +74,8 @@ def whole_state(parts: Parts) -> dict[str, Tensor]:
     if parts.topology.rank > 0:
         return {}
     for fact in parts.facts.values():
-        tensor = whole[fact.owner]
+        # One without elements is in no fragment.
+        tensor = whole.get(fact.owner, torch.zeros(fact.shape))
         # Only a frozen parameter has no wider master.
         wide = torch.promote_types(tensor.dtype, torch.float32)
         whole[fact.name] = tensor.to(wide)

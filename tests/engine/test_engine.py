@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel3d import Engine, Grid, Topology
+from parallel3d.comm.collectives import all_gather_objects
 from parallel3d.engine import StepResult
 from tests.engine.cases import (
     ADAMW,
@@ -33,8 +34,12 @@ LAYOUTS = ["1x1x1", "1x2x1", "2x1x1", "1x1x2", "2x2x1", "2x1x2"]
 
 def train_and_collect(topology: Topology, **options: Any) -> Any:
     mine = engine(topology, **options)
-    initial = mine.state_dict_whole()
-    return initial, train(mine, 3), mine.state_dict_whole()
+    initial, results = mine.state_dict_whole(), train(mine, 3)
+    mine.parts.shards.settle()
+    for flat in mine.parts.shards.all():
+        copies = all_gather_objects(flat.data, topology.dp)
+        assert all(torch.equal(copy, flat.data) for copy in copies), "dp ranks differ"
+    return initial, results, mine.state_dict_whole()
 
 
 @pytest.fixture(scope="module")
