@@ -250,6 +250,7 @@ class Mute(nn.Module):
 
 
 @pytest.mark.report("huggingface/transformers#45402")
+@pytest.mark.report("hiyouga/LlamaFactory#10820")
 @pytest.mark.parametrize("buffer", [True, False])
 def test_a_module_that_cannot_fill_itself_is_an_error_that_names_it(buffer: bool) -> None:
     def make() -> nn.Module:

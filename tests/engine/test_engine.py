@@ -170,6 +170,7 @@ def evaluate_in_between(topology: Topology) -> Any:
 
 
 @pytest.mark.report("deepspeedai/DeepSpeed#3649")
+@pytest.mark.report("deepspeedai/DeepSpeed#3648")
 @pytest.mark.report("facebookresearch/fairscale#586")
 @pytest.mark.parametrize("layout", ["1x1x1", "2x2x1"])
 def test_evaluation_changes_no_bit_of_training(layout: str) -> None:
@@ -234,6 +235,7 @@ def test_a_step_that_failed_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.report("deepspeedai/DeepSpeed#7220")
+@pytest.mark.report("deepspeedai/DeepSpeed#6767")
 def test_the_norm_is_reported_before_clipping_and_the_update_is_clipped() -> None:
     with Topology.init() as topology:
         options = {"optimizer": lambda groups: torch.optim.SGD(groups, lr=1.0)}

@@ -144,6 +144,8 @@ def test_lr_is_that_of_the_first_group_also_where_a_rank_has_none_of_it() -> Non
 
 
 @pytest.mark.report("huggingface/nanotron#243")
+@pytest.mark.report("huggingface/nanotron#245")
+@pytest.mark.report("deepspeedai/DeepSpeed#4344")
 @pytest.mark.report("EleutherAI/gpt-neox#1029")
 @pytest.mark.parametrize("stop", [0, 3, 5, 11, 19])
 def test_learning_rates_used_after_a_restart_are_those_of_an_unbroken_run(stop: int) -> None:
