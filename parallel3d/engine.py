@@ -64,6 +64,9 @@ class Engine:
         timeout: seconds after which a rank that waits for another gives up.
         seed: of initial values and dropout.
 
+    The model's parameters become views of the engine's buffers. After a step their new values may
+    still be on their way: read them by ``state_dict_whole``.
+
     Raises ValueError, on every rank and before anything is sent, for what cannot be done; options
     whose feature is not built yet are refused by name.
     """

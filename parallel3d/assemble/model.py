@@ -67,6 +67,18 @@ def check_batch_norm(units: list[Unit], dp: int, num_microbatches: int) -> None:
                 )
 
 
+def check_state(units: list[Unit]) -> None:
+    """Refuse state that no tensor holds: a checkpoint would lose it."""
+    for unit in units:
+        for path, module in unit.module.named_modules():
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                name = ".".join(part for part in (unit.name, path) if part)
+                raise ValueError(
+                    f"{name} ({type(module).__name__}) has an extra state, which a checkpoint of "
+                    f"tensors cannot hold: keep it in a buffer"
+                )
+
+
 def facts_of(units: list[Unit]) -> dict[str, Facts]:
     """Every parameter name of the whole model, in order, with its owner and placement."""
     found: dict[str, Facts] = {}

@@ -23,7 +23,16 @@ from ..pipeline.stage import Stage, Unit
 from ..topology import Topology
 from ..zero.flat import Flat, Held
 from ..zero.shards import Shards
-from .model import DTYPES, Facts, check_batch_norm, facts_of, give_values, separate_ties, units_of
+from .model import (
+    DTYPES,
+    Facts,
+    check_batch_norm,
+    check_state,
+    facts_of,
+    give_values,
+    separate_ties,
+    units_of,
+)
 from .programs import Programs
 
 
@@ -79,6 +88,7 @@ def assemble(model: nn.Module, topology: Topology, options: Options) -> Parts:
     """
     units = units_of(model)
     check_batch_norm(units, topology.dp.size, options.num_microbatches)
+    check_state(units)
     loss_fn = as_sum(options.loss_fn)
     num_items = options.num_items or default_num_items(options.loss_fn)
     programs = Programs(options.schedule, topology.pp, options.num_chunks, options.num_microbatches)

@@ -28,7 +28,15 @@ def save_state(parts: Parts, folder: Path, meta: dict[str, Any]) -> None:
     fragments = [*_weights(parts, saving=True), *_rest(parts, saving=True)]
     for name in names:
         fragments += _optimizer_state(parts, states, name, saving=True)
-    optimizer = {"updates": parts.optimizer.updates, "states": names, "scalars": scalars}
+    counters: dict[str, State] = {}
+    for other in all_gather_objects(parts.optimizer.counters(), parts.topology.world):
+        counters |= other
+    optimizer = {
+        "updates": parts.optimizer.updates,
+        "states": names,
+        "scalars": scalars,
+        "counters": counters,
+    }
     save(folder, fragments, {**meta, "optimizer": optimizer}, parts.topology.world)
 
 
@@ -44,7 +52,7 @@ def load_state(parts: Parts, folder: Path) -> dict[str, Any]:
     # In another precision: masters are as wide or wider, frozen parameters may be narrower.
     meta = load(folder, fragments, parts.topology.world, convert=True)
     _set_scalars(parts, states, saved["scalars"])
-    parts.optimizer.restart(states, saved["updates"])
+    parts.optimizer.restart(states, saved["updates"], saved["counters"])
     parts.shards.publish()
     return meta
 
@@ -66,7 +74,8 @@ def whole_state(parts: Parts) -> dict[str, Tensor]:
     if parts.topology.rank > 0:
         return {}
     for fact in parts.facts.values():
-        tensor = whole[fact.owner]
+        # One without elements is in no fragment.
+        tensor = whole.get(fact.owner, torch.zeros(fact.shape))
         # Only a frozen parameter has no wider master.
         wide = torch.promote_types(tensor.dtype, torch.float32)
         whole[fact.name] = tensor.to(wide)

@@ -53,6 +53,7 @@ class ShardedOptimizer:
         first = {**(groups[0] if groups else {}), "params": [nn.Parameter(torch.zeros(1))]}
         self._first_lr = float(make([first]).param_groups[0].get("lr", 0.0))
         self._initial_lrs = [group.get("lr") for group in self._inner_groups()]
+        self._options = [_numbers(group) for group in self._inner_groups()]
 
     @property
     def lr(self) -> float:
@@ -89,9 +90,19 @@ class ShardedOptimizer:
         inner.step()
         return [inner.state[parameter] for parameter in scratch]
 
-    def restart(self, states: Sequence[State], updates: int) -> None:
-        """Go on from these states, or from none, after so many updates."""
+    def counters(self) -> dict[str, State]:
+        """Numbers that the optimizer keeps in its groups, such as a count of steps, by group."""
+        groups = zip(sorted(self.updated), self._inner_groups(), self._options, strict=False)
+        return {
+            str(at): {key: n for key, n in _numbers(group).items() if options.get(key) != n}
+            for at, group, options in groups
+        }
+
+    def restart(self, states: Sequence[State], updates: int, counters: Mapping[str, State]) -> None:
+        """Go on from these states and counters, or from none, after so many updates."""
         self.inner = self._over([part.parameter for part in self.parts()])
+        for at, group in zip(sorted(self.updated), self._inner_groups(), strict=False):
+            group.update(counters.get(str(at), {}))
         if self.inner is not None:
             for part, state in zip(self.parts(), states, strict=False):
                 self.inner.state[part.parameter] = state
@@ -111,6 +122,12 @@ class ShardedOptimizer:
 
     def _factor(self) -> float:
         return 1.0 if self.lr_schedule is None else float(self.lr_schedule(self.updates))
+
+
+def _numbers(group: Options) -> State:
+    numbers = {key: n for key, n in group.items() if isinstance(n, int | float)}
+    numbers.pop("lr", None)
+    return numbers
 
 
 def _group_ranges(flat: Flat) -> list[tuple[int, int, int]]:

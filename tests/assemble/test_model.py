@@ -250,6 +250,7 @@ class Mute(nn.Module):
 
 
 @pytest.mark.report("huggingface/transformers#45402")
+@pytest.mark.report("hiyouga/LlamaFactory#10820")
 @pytest.mark.parametrize("buffer", [True, False])
 def test_a_module_that_cannot_fill_itself_is_an_error_that_names_it(buffer: bool) -> None:
     def make() -> nn.Module:
@@ -267,6 +268,34 @@ def test_a_module_that_cannot_fill_itself_is_an_error_that_names_it(buffer: bool
                 engine(topology, make(), init=ones)
         else:
             assert engine(topology, make(), init=ones).state_dict_whole()["0.1.scale"] == 1
+
+
+class Extra(nn.ReLU):
+    def get_extra_state(self) -> Any:
+        return {"calls": 3}
+
+
+def test_state_that_is_no_tensor_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(Extra()))
+    with (
+        Topology.init() as topology,
+        pytest.raises(ValueError, match=r"1\.0 \(Extra\) has an extra"),
+    ):
+        engine(topology, model)
+
+
+def empty(topology: Topology) -> Any:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
+    for unit in model:
+        unit.register_parameter("nothing", nn.Parameter(torch.empty(0, 3)))
+    mine = engine(topology, model)
+    train(mine, 2)
+    return mine.state_dict_whole()
+
+
+def test_a_parameter_without_elements_does_no_harm() -> None:
+    weights = run_on(Grid(dp=2), empty)[0]
+    assert weights["0.nothing"].shape == weights["1.nothing"].shape == (0, 3)
 
 
 def test_float64_parameters_are_not_rounded_in_silence() -> None:

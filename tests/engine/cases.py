@@ -34,6 +34,16 @@ class Block(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
+class Counting(torch.optim.SGD):
+    """Divides by its number of steps, which it keeps in its groups."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            group["lr"] /= group["k"]
+        super().step(closure)
+
+
 def blocks(topology: Topology | None, count: int = 4) -> nn.Sequential:
     """On meta under a topology; the plain twin without."""
     with torch.device("cpu" if topology is None else "meta"):

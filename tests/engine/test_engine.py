@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel3d import Engine, Grid, Topology
+from parallel3d.comm.collectives import all_gather_objects
 from parallel3d.engine import StepResult
 from tests.engine.cases import (
     ADAMW,
@@ -33,8 +34,12 @@ LAYOUTS = ["1x1x1", "1x2x1", "2x1x1", "1x1x2", "2x2x1", "2x1x2"]
 
 def train_and_collect(topology: Topology, **options: Any) -> Any:
     mine = engine(topology, **options)
-    initial = mine.state_dict_whole()
-    return initial, train(mine, 3), mine.state_dict_whole()
+    initial, results = mine.state_dict_whole(), train(mine, 3)
+    mine.parts.shards.settle()
+    for flat in mine.parts.shards.all():
+        copies = all_gather_objects(flat.data, topology.dp)
+        assert all(torch.equal(copy, flat.data) for copy in copies), "dp ranks differ"
+    return initial, results, mine.state_dict_whole()
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +170,7 @@ def evaluate_in_between(topology: Topology) -> Any:
 
 
 @pytest.mark.report("deepspeedai/DeepSpeed#3649")
+@pytest.mark.report("deepspeedai/DeepSpeed#3648")
 @pytest.mark.report("facebookresearch/fairscale#586")
 @pytest.mark.parametrize("layout", ["1x1x1", "2x2x1"])
 def test_evaluation_changes_no_bit_of_training(layout: str) -> None:
@@ -229,6 +235,7 @@ def test_a_step_that_failed_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.report("deepspeedai/DeepSpeed#7220")
+@pytest.mark.report("deepspeedai/DeepSpeed#6767")
 def test_the_norm_is_reported_before_clipping_and_the_update_is_clipped() -> None:
     with Topology.init() as topology:
         options = {"optimizer": lambda groups: torch.optim.SGD(groups, lr=1.0)}

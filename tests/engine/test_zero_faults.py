@@ -52,13 +52,23 @@ def stages_agree(topology: Topology, **options: Any) -> Any:
     return found[1]
 
 
-def every_optimizer(topology: Topology) -> Any:
-    return {name: stages_agree(topology, optimizer=make) for name, make in OPTIMIZERS.items()}
+def each_optimizer(topology: Topology, names: list[str]) -> Any:
+    return {name: stages_agree(topology, optimizer=OPTIMIZERS[name]) for name in names}
 
 
-@pytest.mark.parametrize("layout", ["1x2x1", "1x2x2", "2x2x1", "1x4x1"])
-def test_zero_0_and_1_are_bit_equal_and_equal_torch_under_every_optimizer(layout: str) -> None:
-    runs = run_on(Grid.parse(layout), every_optimizer)[0]
+@pytest.mark.parametrize(
+    ("layout", "names"),
+    [
+        ("1x2x1", list(OPTIMIZERS)),
+        ("1x2x2", ["AdamW", "RMSprop"]),
+        ("2x2x1", ["AdamW", "SGD"]),
+        ("1x4x1", ["Adam", "Adagrad"]),
+    ],
+)
+def test_zero_0_and_1_are_bit_equal_and_equal_torch_under_each_optimizer(
+    layout: str, names: list[str]
+) -> None:
+    runs = run_on(Grid.parse(layout), each_optimizer, names=names)[0]
     for name, (initial, results, weights) in runs.items():
         model = plain(initial)
         expected = train_plainly(model, 3, OPTIMIZERS[name], max_norm=0.05)

@@ -12,6 +12,7 @@ from parallel3d.optim.schedule import lr_curve
 from parallel3d.placement import Replicate
 from parallel3d.topology import Axis
 from parallel3d.zero.flat import Flat, Held
+from tests.engine.cases import Counting
 
 CPU = torch.device("cpu")
 SIZES = (100, 7, 200, 64, 3)
@@ -143,6 +144,8 @@ def test_lr_is_that_of_the_first_group_also_where_a_rank_has_none_of_it() -> Non
 
 
 @pytest.mark.report("huggingface/nanotron#243")
+@pytest.mark.report("huggingface/nanotron#245")
+@pytest.mark.report("deepspeedai/DeepSpeed#4344")
 @pytest.mark.report("EleutherAI/gpt-neox#1029")
 @pytest.mark.parametrize("stop", [0, 3, 5, 11, 19])
 def test_learning_rates_used_after_a_restart_are_those_of_an_unbroken_run(stop: int) -> None:
@@ -162,7 +165,7 @@ def test_learning_rates_used_after_a_restart_are_those_of_an_unbroken_run(stop: 
     first = ShardedOptimizer(torch.optim.SGD, flats(), OPTIONS, curve)
     resumed = ShardedOptimizer(torch.optim.SGD, flats(), OPTIONS, curve)
     before = used(first, stop)
-    resumed.restart(first.states(), first.updates)
+    resumed.restart(first.states(), first.updates, first.counters())
     assert resumed.lr == unbroken[stop][0]
     assert before + used(resumed, 20 - stop) == unbroken
 
@@ -191,6 +194,24 @@ def test_blank_states_have_what_a_step_makes_and_making_them_changes_nothing(nam
     optimizer.step()
     made = [{key: torch.as_tensor(v).shape for key, v in s.items()} for s in optimizer.states()]
     assert made == [{key: torch.as_tensor(v).shape for key, v in s.items()} for s in blank]
+
+
+def test_numbers_that_an_optimizer_keeps_in_its_groups_are_kept() -> None:
+    def steps(optimizer: ShardedOptimizer, buffers: list[Flat], which: range) -> None:
+        for step in which:
+            set_gradients(buffers, values(step))
+            optimizer.step()
+
+    straight, halves = flats(), flats()
+    steps(ShardedOptimizer(Counting, straight, OPTIONS), straight, range(6))
+    first = ShardedOptimizer(Counting, halves, OPTIONS)
+    steps(first, halves, range(3))
+    assert first.counters() == {"0": {"k": 3}, "1": {"k": 3}, "2": {"k": 3}}
+    second = ShardedOptimizer(Counting, halves, OPTIONS)
+    second.restart(first.states(), 3, first.counters())
+    steps(second, halves, range(3, 6))
+    for a, b in zip(straight, halves, strict=True):
+        assert torch.equal(a.data, b.data)
 
 
 def test_padding_stays_zero() -> None:

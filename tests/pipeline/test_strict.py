@@ -10,8 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from parallel3d.pipeline.actions import parse
+from parallel3d.pipeline.actions import Action, Op, parse
+from parallel3d.pipeline.dependencies import Dependencies
+from parallel3d.pipeline.passes import add_communication, lower
 from parallel3d.pipeline.runtime import Step
+from parallel3d.pipeline.schedules import NAMES, build, forward_only
 from parallel3d.pipeline.simulate import simulate
 from parallel3d.topology import Grid, Topology
 from tests.engine.trials import (
@@ -119,3 +122,26 @@ def test_sends_that_cross_pass_on_real_channels_hang_on_strict_ones_and_are_refu
     assert time.monotonic() - start > 1.0
     with pytest.raises(ValueError, match="cannot finish"):
         simulate(parse(CROSSED))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_programs_without_early_receives_end_though_each_receive_waits_for_its_description(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On paper, for every schedule: so is a step run whose shapes are not known yet."""
+    programs = [
+        lower(build(name, pp, m), early=0) for pp in (1, 2, 3, 4) for m in (1, 2, 3, 4, 5, 7)
+    ]
+    programs += [
+        add_communication(forward_only(name, pp, m), early=0) for pp in (2, 4) for m in (1, 3, 4)
+    ]
+    needs = Dependencies.needs
+
+    def and_its_sender(self: Dependencies, action: Action) -> list[Action]:
+        is_forward = action.op is Op.RECV_FORWARD
+        sender = [Action(action.stage - 1, Op.FORWARD, action.microbatch)] if is_forward else []
+        return [*needs(self, action), *sender]
+
+    monkeypatch.setattr(Dependencies, "needs", and_its_sender)
+    for program in programs:
+        simulate(program)
