@@ -45,7 +45,8 @@ class Engine:
         loss_fn: ``loss_fn(output, target)``, the SUM over a microbatch's items, a scalar. Losses of
             torch with ``reduction="mean"`` are switched to sums.
         optimizer: called with parameter groups; any elementwise torch optimizer.
-        num_items: counts a target's items; by default integers other than -100, or floats.
+        num_items: ``fn(target)`` counts a target's items, a whole number; by default integers
+            other than -100 (or the loss's ``ignore_index``), or the elements of a float tensor.
         param_groups: ``fn(name, parameter)`` gives a parameter's optimizer options.
         lr_schedule: factor of the learning rate, of the number of updates made so far. A skipped
             step makes no update.
@@ -54,6 +55,7 @@ class Engine:
         num_chunks: stages per pipeline rank, None for what the schedule needs.
         partition: ``parameters``, ``uniform``, or the list of each later stage's first unit.
         zero: 0 (everything whole) or 1 (optimizer state sharded over dp).
+        zero_reduce, gather_budget, shard_size, offload, tied: of features to come.
         precision: ``fp32``, ``bf16`` (fp32 masters and gradients), ``fp64``.
         recompute: ``none``, or ``full``: units keep their input only.
         max_grad_norm: clip the gradients to this norm.
@@ -205,6 +207,8 @@ class Engine:
     def _count(self, batch: Batch) -> Pending:
         """Items of the whole batch: known before the first backward needs it."""
         counts = [torch.as_tensor(self.parts.num_items(target)) for target in batch.targets]
+        if any(count.is_floating_point() for count in counts):
+            raise ValueError(f"num_items gave {counts[0].item()}: it must count, in whole numbers")
         total = sum(counts, torch.zeros((), dtype=torch.int64)).to(self.topology.device)
         return start_all_reduce(total.to(torch.int64), self.topology.dp, tag="items")
 

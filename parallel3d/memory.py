@@ -21,12 +21,12 @@ def memory(parts: Parts) -> Memory:
     """Count the storages; the optimizer's state appears with its first step."""
     flats = parts.shards.all()
     held = [flat.data for flat in flats if flat.of is None]
-    frozen = [
+    frozen = {
         parameter
         for unit in parts.units
         for parameter in unit.module.parameters()
         if not parameter.requires_grad
-    ]
+    }
     masters = [f.master for f in parts.shards.trained() if f.master.dtype != f.data.dtype]
     states = [
         value

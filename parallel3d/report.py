@@ -17,8 +17,8 @@ def write_run_files(folder: Path, config: Config, engine: Engine) -> None:
     (folder / "program.txt").write_text(engine.parts.programs.text())
 
 
-def report_start(folder: Path, config: Config, engine: Engine) -> None:
-    """Grid, stages, batch, memory and folder, as a table."""
+def report_start(folder: Path, config: Config, engine: Engine, start: str, wandb: str) -> None:
+    """Grid, stages, batch, memory, folder, where it starts and W&B's mode, as a table."""
     parts, grid = engine.parts, engine.topology.grid
     local, microbatches = memory(parts), config.pipeline.num_microbatches or 1
     batch = config.data.global_batch_size
@@ -37,6 +37,8 @@ def report_start(folder: Path, config: Config, engine: Engine) -> None:
         ("batch", f"{batch} = dp {grid.dp} x microbatches {microbatches} x {size}"),
         ("rank 0", f"parameters {_mb(local.parameters)}, gradients {_mb(local.gradients)}"),
         ("run folder", str(folder)),
+        ("wandb", wandb),
+        ("start", start),
     ]
     report(f"{config.name}", rows)
 

@@ -12,10 +12,11 @@ from .engine import Engine
 
 
 class Resumed(NamedTuple):
-    """Steps and tokens that lie behind a run."""
+    """Steps and tokens that lie behind a run, and what rank 0 tells of it."""
 
     step: int = 0
     tokens: int = 0
+    said: str = "at step 0"
 
 
 def resume(config: Config, folder: Path, engine: Engine, data: Any) -> Resumed:
@@ -30,7 +31,7 @@ def resume(config: Config, folder: Path, engine: Engine, data: Any) -> Resumed:
     world = engine.topology.world
     found = latest_valid(folder / "checkpoints", world) if choice == "auto" else Path(choice)
     if found is None:
-        return Resumed()
+        return Resumed(said=f"at step 0: {folder} holds no checkpoint to resume")
     saved = found.parent.parent / "config.yaml"
     on_rank_0(world, lambda: check_resume(load(saved), config) if saved.exists() else None)
     meta = engine.load(found)
@@ -40,4 +41,7 @@ def resume(config: Config, folder: Path, engine: Engine, data: Any) -> Resumed:
             f"data.path = {config.data.path} holds other tokens than the run to resume was trained "
             f"on: bring that data back, or start a new run with another name"
         )
-    return Resumed(engine.step, meta.get("tokens", 0))
+    said = f"at step {engine.step}, from {found}"
+    if engine.step >= config.train.steps:
+        said += f"; train.steps = {config.train.steps} is done: set it higher to go on"
+    return Resumed(engine.step, meta.get("tokens", 0), said)

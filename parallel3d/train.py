@@ -42,7 +42,8 @@ def train(
     meter.tokens = start.tokens
     if topology.rank == 0:
         write_run_files(folder, config, engine)
-        report_start(folder, config, engine)
+        wandb = check_wandb(config.log.wandb.mode)
+        report_start(folder, config, engine, start.said, wandb)
     log = open_log(config, folder, topology, start)
     failed = True
     try:

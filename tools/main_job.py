@@ -2,7 +2,7 @@
 
     python tools/main_job.py [key=value ...]     further keys go to recipes/pretrain.py
 
-Each call is a new run. Ctrl-C saves it; what continues it is then printed.
+Each call is a new run. Ctrl-C saves it and prints what continues it.
 """
 
 from __future__ import annotations
@@ -47,8 +47,6 @@ def main(arguments: Sequence[str]) -> int:
         print(f"ValueError: {error}", file=sys.stderr)
         return 1
     code = train(ranks, given)
-    if code == 130 and Path(config.run_root, str(config.name), "checkpoints").exists():
-        print(f"continue    {shlex.join(continuing(ranks, given, config.train.steps))}")
     return code or report(config, ranks, given)
 
 

@@ -97,7 +97,15 @@ def command(launch: Launch, *changes: str) -> str:
     if nodes > 1:
         program = f"sbatch -N {nodes} {script.parent / 'slurm' / script.stem}.sbatch"
     elif launch.world_size > 1:
-        program = f"torchrun --nproc-per-node {launch.world_size} {script}"
+        program = f"{_program('torchrun')} --nproc-per-node {launch.world_size} {script}"
     else:
-        program = f"python {script}"
+        program = f"{_program('python')} {script}"
     return " ".join([program, *(shlex.quote(each) for each in (*kept, *changes))])
+
+
+def _program(name: str) -> str:
+    """A program of this Python's folder: by its name where the user's shell finds that one."""
+    path = Path(sys.executable).with_name(name)
+    if os.environ.get("VIRTUAL_ENV") == str(path.parent.parent) or sys.prefix == sys.base_prefix:
+        return name
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,8 +19,8 @@ def claimed(config: Config, model: str, world: Axis) -> Iterator[Path]:
     """The run's folder `run_root/name`, the same path on every rank. Collective.
 
     Without `name` it is called after `model` and the time; `-2`, `-3` are added where another job
-    took that name in the same second. The folder is removed if it is left empty, by an error that
-    came before the first file.
+    took that name in the same second. A new folder is removed again by an error that came before
+    the first step was done.
 
     Raises:
         ValueError: the run exists and `checkpoint.resume` is never, or the path to resume from
@@ -29,9 +30,14 @@ def claimed(config: Config, model: str, world: Axis) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        if fresh and world.rank == 0:
-            with suppress(OSError):  # not empty: the run has begun
-                folder.rmdir()
+        if fresh and world.rank == 0 and not _has_begun(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _has_begun(folder: Path) -> bool:
+    """Whether a step was done."""
+    lines = folder / "metrics.jsonl"
+    return (lines.exists() and lines.stat().st_size > 0) or (folder / "checkpoints").exists()
 
 
 def _claim(config: Config, model: str) -> tuple[Path, bool]:

@@ -102,7 +102,10 @@ def _prove(request: Request) -> int:
                 failed.append(row)
     total = len(request.cases)
     if not failed:
-        print(f"{total} of {total} cases keep their promises, tolerance {request.tolerance:g}")
+        print(
+            f"{total} of {total} cases keep their promises, tolerance {request.tolerance:g} "
+            f"({100 * request.tolerance:g} for weights after AdamW)"
+        )
         return 0
     first = failed[0]
     print(f"{len(failed)} of {total} cases break a promise; the first, {first.case}:")

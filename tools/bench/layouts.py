@@ -111,8 +111,8 @@ def resident(engine: Engine) -> list[torch.Tensor]:
     """What lives between two steps."""
     shards, optimizer = engine.parts.shards, engine.parts.optimizer
     kept = [tensor for flat in shards.all() for tensor in (flat.data, flat.grad, flat.master)]
-    for part in optimizer.parts():
-        kept += [t for t in optimizer.state(part).values() if isinstance(t, torch.Tensor)]
+    for state in optimizer.states():
+        kept += [tensor for tensor in state.values() if isinstance(tensor, torch.Tensor)]
     return kept
 
 
