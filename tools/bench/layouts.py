@@ -5,8 +5,9 @@
 Ranks of one thread against one process of as many threads as this machine has cores. The two take
 turns within one run: a step of plain PyTorch, a step of the layout, again and again; a ratio is
 taken of each pair, and the median of the quiet pairs is reported: those during which other programs
-used less than 12 % of the machine (or of the three quietest, and the JSON says so). Bytes are what the ledger counted in a
-step, over all ranks, beside the lower bound without padding. A line of JSON goes to results/.
+used less than 12 % of the machine (or of the three quietest, and the JSON says so). Bytes are what
+the ledger counted in a step, over all ranks, beside the lower bound without padding. A line of JSON
+goes to results/.
 """
 
 from __future__ import annotations
