@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from parallel3d.assemble.programs import RUNNABLE, Programs
+from parallel3d.assemble.programs import Programs
+from parallel3d.pipeline.schedules import NAMES
 from parallel3d.topology import Axis
 
 
@@ -10,18 +11,12 @@ def pp(size: int, rank: int = 0) -> Axis:
     return Axis("pp", size, rank, tuple(range(size)))
 
 
-@pytest.mark.parametrize("name", ["zbv", "interleaved"])
-def test_a_schedule_that_is_only_drawn_is_refused_with_those_that_run(name: str) -> None:
-    with pytest.raises(ValueError, match=f"'{name}' is drawn and simulated, but not run yet.*1f1b"):
-        Programs(name, pp(2), None, 4)
-
-
 def test_an_unknown_schedule_is_refused() -> None:
     with pytest.raises(ValueError, match="1f2b"):
         Programs("1f2b", pp(2), None, 4)
 
 
-@pytest.mark.parametrize("name", RUNNABLE)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_each_rank_has_its_line_of_the_program_also_for_few_microbatches(
     name: str, size: int
@@ -34,8 +29,15 @@ def test_each_rank_has_its_line_of_the_program_also_for_few_microbatches(
                 assert programs.mine(count, training) == whole[rank]
                 assert whole is programs.whole(count, training), "made once"
                 ops = [action.op for action in whole[rank]]
-                assert ops.count("F") == count
-                assert ops.count("B") == (count if training else 0)
+                done = count * (programs.num_stages // size)
+                assert ops.count("F") == done
+                assert ops.count("B") + ops.count("W") == (done if training else 0)
+                assert ops.count("I") == ops.count("W")
+
+
+@pytest.mark.parametrize(("name", "splits"), [("1f1b", False), ("zb-h1", True), ("zbv", True)])
+def test_zero_bubble_schedules_split_the_backward(name: str, splits: bool) -> None:
+    assert Programs(name, pp(2), None, 4).splits_backward is splits
 
 
 def test_the_text_has_a_line_for_each_rank() -> None:

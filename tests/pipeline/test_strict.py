@@ -33,7 +33,7 @@ COUNTS = (1, 2, 3, 4, 7)
 
 
 def layers() -> nn.Sequential:
-    return nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(5)])
+    return nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(8)])
 
 
 def trial(schedule: str, num_microbatches: int) -> Trial:
@@ -53,7 +53,8 @@ def growing(schedule: str) -> Trial:
 
 def all_trials() -> list[Trial]:
     trials = [trial(schedule, m) for schedule in ("gpipe", "1f1b") for m in COUNTS]
-    return [*trials, growing("gpipe"), growing("1f1b")]
+    chunked = ("interleaved", "looped-bfs", "zb-h1", "zbv")
+    return [*trials, growing("gpipe"), growing("1f1b"), *(trial(name, 3) for name in chunked)]
 
 
 def strictly(topology: Topology, trials: list[Trial], folder: str) -> list[Trace]:

@@ -16,8 +16,20 @@ from tests.verify.subjects import OWN, SUBJECTS
 
 # Every pair of axes, and both values of every choice under pp and under dp.
 COVERING = {
-    "gpt": [Case(Grid(2, 1, 2)), Case(Grid(1, 1, 2), recompute="full")],
-    "llama": [Case(Grid(2, 2, 1)), Case(Grid(2, 2, 1), 0, "gpipe", "full"), Case(Grid(1, 2, 1))],
+    "gpt": [
+        Case(Grid(2, 1, 2)),
+        Case(Grid(1, 1, 2), recompute="full"),
+        Case(Grid(2, 1, 2), 0, "zbv"),
+        Case(Grid(2, 1, 2), 1, "interleaved", "full"),
+    ],
+    "llama": [
+        Case(Grid(2, 2, 1)),
+        Case(Grid(2, 2, 1), 0, "gpipe", "full"),
+        Case(Grid(1, 2, 1)),
+        Case(Grid(2, 2, 1), 1, "zb-h1", "full"),
+        Case(Grid(2, 2, 1), 1, "looped-bfs"),
+        Case(Grid(1, 2, 1), 0, "zbv"),
+    ],
     "gpt, tied": [Case(Grid(1, 2, 2)), Case(Grid(1, 2, 2), 0, recompute="full")],
     "own": [Case(Grid(2, 2, 1)), Case(Grid(2, 2, 1), 0, "gpipe", "full"), Case(Grid(1, 2, 1), 0)],
     "mlp": [Case(Grid(1, 2, 2)), Case(Grid(2, 2, 2), 0, "gpipe"), Case(Grid(1, 2, 2), 0)],
