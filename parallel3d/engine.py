@@ -50,7 +50,7 @@ class Engine:
         param_groups: ``fn(name, parameter)`` gives a parameter's optimizer options.
         lr_schedule: factor of the learning rate, of the number of updates made so far. A skipped
             step makes no update.
-        schedule: ``gpipe`` or ``1f1b``.
+        schedule: ``gpipe``, ``1f1b``, ``interleaved``, ``looped-bfs``, ``zb-h1`` or ``zbv``.
         num_microbatches: parts of a local batch; every dp rank runs the same number.
         num_chunks: stages per pipeline rank, None for what the schedule needs.
         partition: ``parameters``, ``uniform``, or the list of each later stage's first unit.
