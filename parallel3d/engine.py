@@ -206,11 +206,15 @@ class Engine:
 
     def _count(self, batch: Batch) -> Pending:
         """Items of the whole batch: known before the first backward needs it."""
-        counts = [torch.as_tensor(self.parts.num_items(target)) for target in batch.targets]
-        if any(count.is_floating_point() for count in counts):
-            raise ValueError(f"num_items gave {counts[0].item()}: it must count, in whole numbers")
-        total = sum(counts, torch.zeros((), dtype=torch.int64)).to(self.topology.device)
-        return start_all_reduce(total.to(torch.int64), self.topology.dp, tag="items")
+        counts = [self.parts.num_items(target) for target in batch.targets]
+        total = torch.zeros((), dtype=torch.int64, device=self.topology.device)
+        for count in counts:
+            if isinstance(count, float) or (
+                isinstance(count, Tensor) and count.is_floating_point()
+            ):
+                raise ValueError(f"num_items gave {float(count)}: it counts, in whole numbers")
+            total += count
+        return start_all_reduce(total, self.topology.dp, tag="items")
 
     def _run(self, batch: Batch, training: bool) -> None:
         parts, count = self.parts, len(batch.targets)

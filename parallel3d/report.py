@@ -17,7 +17,7 @@ def write_run_files(folder: Path, config: Config, engine: Engine) -> None:
     (folder / "program.txt").write_text(engine.parts.programs.text())
 
 
-def report_start(folder: Path, config: Config, engine: Engine, start: str, wandb: str) -> None:
+def report_start(folder: Path, config: Config, engine: Engine, start: str) -> None:
     """Grid, stages, batch, memory, folder, where it starts and W&B's mode, as a table."""
     parts, grid = engine.parts, engine.topology.grid
     local, microbatches = memory(parts), config.pipeline.num_microbatches or 1
@@ -37,7 +37,7 @@ def report_start(folder: Path, config: Config, engine: Engine, start: str, wandb
         ("batch", f"{batch} = dp {grid.dp} x microbatches {microbatches} x {size}"),
         ("rank 0", f"parameters {_mb(local.parameters)}, gradients {_mb(local.gradients)}"),
         ("run folder", str(folder)),
-        ("wandb", wandb),
+        ("wandb", config.log.wandb.mode or "disabled"),
         ("start", start),
     ]
     report(f"{config.name}", rows)

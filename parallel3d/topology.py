@@ -179,8 +179,8 @@ class Axis:
 class Topology:
     """A grid with process groups: the axes this rank speaks on, and its device.
 
-    Use as a context manager, or call ``close()``. Made by ``Topology.init``. Who makes further
-    groups adds to ``at_close`` what forgets them.
+    Use as a context manager, or call ``close()``. Made by ``Topology.init``. ``channels`` are those
+    that ``comm.p2p`` has opened between pipeline ranks, by edge.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class Topology:
         self.world = axes["world"]
         self.rank = self.world.rank
         self.device = device
-        self.at_close: list[Callable[[], None]] = []
+        self.channels: dict[Any, Any] = {}
         self._owner, self._closed = owner, False
 
     @classmethod
@@ -219,6 +219,11 @@ class Topology:
         """
         launch = Launch.from_environment(os.environ)
         joined = dist.is_initialized()
+        if joined and "cpu:" not in dist.get_backend_config():
+            raise ValueError(
+                f"the process group at hand has the backend {dist.get_backend_config()}, and none "
+                f"for the host's messages: init_process_group('cpu:gloo,cuda:nccl')"
+            )
         size = dist.get_world_size() if joined else launch.world_size
         grid = Grid.infer(size, pp, dp, tp)
         where = _device(device, launch)
@@ -274,19 +279,21 @@ class Topology:
         if self._owner and dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
-            self._let_go()
         elif dist.is_initialized():
-            for axis in (self.pp, self.dp, self.tp):
-                if axis.group is not None:
-                    dist.destroy_process_group(axis.group)
+            ends = [channel for channel in self.channels.values() if channel is not None]
+            for end in (*ends, self.pp, self.dp, self.tp):
+                if end.group is not None:
+                    dist.destroy_process_group(end.group)
+        self._let_go()
 
     def _let_go(self) -> None:
         """Drop every reference to a group, which ends its threads.
 
         One that still ran when the interpreter is taken down would abort the process.
         """
-        for forget in self.at_close:
-            forget()
+        for channel in self.channels.values():
+            if channel is not None:
+                channel.close()
         for axis in (self.world, self.pp, self.dp, self.tp):
             object.__setattr__(axis, "group", None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,10 @@ from .checkpoint.retention import prune, step_folder
 from .config import Config, to_plain
 from .data import Prefetch
 from .engine import Engine
-from .log.login import check_wandb
 from .log.memory import totals
 from .log.meters import Meter, Record
 from .log.sinks import Log, WandbSettings
-from .memory import memory
+from .memory import Memory, memory
 from .report import report_start, write_run_files
 from .resume import Resumed, resume
 from .topology import Topology
@@ -32,7 +32,8 @@ def train(
     """Train to ``config.train.steps``, or to the step border at which ``stopping()`` is true.
 
     ``stopping`` is collective: every rank asks it after each step and gets the same answer.
-    ``folder`` is the run's, made already. Raises what the parts raise, on every rank.
+    ``folder`` is the run's, made already; ``config.log.wandb.mode`` is what ``check_wandb`` gave,
+    and null is no W&B. Raises what the parts raise, on every rank.
     """
     data = build_data(config)
     model = build_model(config, topology, data)
@@ -42,8 +43,7 @@ def train(
     meter.tokens = start.tokens
     if topology.rank == 0:
         write_run_files(folder, config, engine)
-        wandb = check_wandb(config.log.wandb.mode)
-        report_start(folder, config, engine, start.said, wandb)
+        report_start(folder, config, engine, start.said)
     log = open_log(config, folder, topology, start)
     failed = True
     try:
@@ -74,11 +74,11 @@ def loop(
         with meter.timed(tokens):
             result = engine.train_step(x, target)
         step, last, val_loss = engine.step, engine.step == steps, None
-        kept = memory(engine.parts)
+        kept = memory(engine.parts) if topology.rank == 0 else Memory(0, 0, 0)
         sent = totals(topology.world, topology.device, engine.parts.ledger.bytes())
         if due(step, config.train.eval_every) or (last and config.train.eval_every):
             val_loss = evaluate(config, topology, data, engine)
-            log.evaluated(step, val_loss)
+            log.evaluated(step, math.nan if val_loss is None else val_loss)
         log.step(
             Record(
                 step=step,
@@ -100,7 +100,7 @@ def loop(
             engine.save(
                 step_folder(checkpoints, step),
                 tokens=meter.tokens,
-                val_loss=val_loss,
+                val_loss=val_loss if val_loss is not None and math.isfinite(val_loss) else None,
                 data=fingerprint,
                 config=to_plain(config),
             )
@@ -109,8 +109,8 @@ def loop(
             break
 
 
-def evaluate(config: Config, topology: Topology, data: Any, engine: Engine) -> float:
-    """The mean loss per item over ``eval_batches`` batches of validation data."""
+def evaluate(config: Config, topology: Topology, data: Any, engine: Engine) -> float | None:
+    """The mean loss per item over ``eval_batches`` batches of validation data; None without any."""
     total, items = 0.0, 0
     slots = slots_of(config, topology)
     for step in range(config.train.eval_batches):
@@ -118,7 +118,7 @@ def evaluate(config: Config, topology: Topology, data: Any, engine: Engine) -> f
         result = engine.eval_step(x, target)
         if result.num_items:
             total, items = total + result.loss * result.num_items, items + result.num_items
-    return total / items if items else float("nan")
+    return total / items if items else None
 
 
 def slots_of(config: Config, topology: Topology) -> list[int]:
@@ -136,7 +136,7 @@ def open_log(config: Config, folder: Path, topology: Topology, start: Resumed) -
     """The log of rank 0; elsewhere one that writes nothing."""
     about = config.log.wandb
     settings = WandbSettings(
-        mode=check_wandb(about.mode),
+        mode=about.mode or "disabled",
         project=about.project,
         entity=about.entity,
         group=about.group,

@@ -9,12 +9,14 @@ step border, saved, with exit code 0; SIGUSR1 also makes the file that PARALLEL3
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from parallel3d.checkpoint.agree import on_rank_0
 from parallel3d.config import Config, read, settle
 from parallel3d.data import prepare
 from parallel3d.job import Stop, claimed, command, start
@@ -32,17 +34,25 @@ def main(cfg: DictConfig) -> None:
     degrees = config.topology
     grid = Grid.infer(launch.world_size, degrees.pp, degrees.dp, degrees.tp)
     config = settle(config, grid.pp, grid.dp, grid.tp)
-    check_wandb(config.log.wandb.mode)
     with (
         Topology.init(grid.pp, grid.dp, grid.tp, timeout=config.train.timeout) as topology,
         Stop() as stop,
-        claimed(config, hydra.runtime.choices.model, topology.world) as folder,
     ):
-        prepare_stdlib(config, hydra.runtime.choices.data)
-        config = replace(config, name=folder.name)
-        train(config, topology, folder, lambda: stop.agreed(topology.world))
+        mode = on_rank_0(topology.world, lambda: check_wandb(config.log.wandb.mode))
+        wandb = replace(config.log.wandb, mode=mode)
+        config = replace(config, log=replace(config.log, wandb=wandb))
+        folder = run(config, hydra.runtime.choices, topology, stop)
     if stop.requested:
         finish_stopped(stop, launch, folder)
+
+
+def run(config: Config, choices: Mapping[str, str], topology: Topology, stop: Stop) -> Path:
+    """Claim the run's folder and train; the folder."""
+    with claimed(config, choices["model"], topology.world) as folder:
+        config = replace(config, name=folder.name)
+        prepare_stdlib(config, choices["data"])
+        train(config, topology, folder, lambda: stop.agreed(topology.world))
+    return folder
 
 
 def prepare_stdlib(config: Config, choice: str) -> None:

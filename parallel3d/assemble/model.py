@@ -79,6 +79,38 @@ def check_state(units: list[Unit]) -> None:
                 )
 
 
+def check_values(units: list[Unit], precision: str, has_init: bool) -> None:
+    """Refuse what ``give_values`` could not fill, or would round; for the units of all ranks."""
+    seen: set[int] = set()
+    for unit in units:
+        _check_width(unit, precision)
+        for path, module in unit.module.named_modules():
+            own = [*module._parameters.items(), *module._buffers.items()]
+            empty = [(n, t) for n, t in own if t is not None and t.is_meta and id(t) not in seen]
+            seen.update(id(tensor) for _, tensor in empty)
+            if has_init:  # it fills the parameters
+                empty = [(name, t) for name, t in empty if name in module._buffers]
+            if empty and not hasattr(module, "reset_parameters"):
+                name = ".".join(part for part in (unit.name, path) if part)
+                kind, what = type(module).__name__, "parameters or buffers on meta"
+                raise ValueError(
+                    f"{name}.{empty[0][0]} is a buffer on meta, and init fills parameters only: "
+                    f"give its {kind} a reset_parameters(), or build the model on a real device"
+                    if has_init
+                    else f"{name} ({kind}) has {what} but no reset_parameters() to fill them: give "
+                    f"it one, pass init=fn(name, tensor), or build the model on a real device"
+                )
+
+
+def _check_width(unit: Unit, precision: str) -> None:
+    for path, parameter in unit.module.named_parameters():
+        if parameter.dtype == torch.float64 and precision != "fp64":
+            raise ValueError(
+                f"{unit.name}.{path} is float64, but precision = {precision!r} would round it: "
+                f"use precision='fp64', or convert the model"
+            )
+
+
 def facts_of(units: list[Unit]) -> dict[str, Facts]:
     """Every parameter name of the whole model, in order, with its owner and placement."""
     found: dict[str, Facts] = {}
@@ -154,34 +186,17 @@ def give_values(
     casts them, and keeps masters that were never rounded.
     """
     real = [_real_names(unit) for unit in units]
-    if init is not None:
-        _check_buffers(units)
     materialise(((unit.name, unit.module) for unit in units), seed, check=init is None)
     if init is not None:
         _override(units, facts, topology, init, seed)
     dtype = DTYPES[precision]
     for unit, names in zip(units, real, strict=True):
-        _check_width(unit, precision)
         unit.module.to(topology.device)
         for parameter in unit.module.parameters():
             if parameter.is_floating_point():
                 wide = torch.promote_types(dtype, torch.float32)
                 parameter.data = parameter.data.to(wide if parameter.requires_grad else dtype)
         _share(unit, names, facts, topology)
-
-
-def _check_buffers(units: list[Unit]) -> None:
-    """``init`` fills parameters; buffers on meta need a module that fills them."""
-    for unit in units:
-        for path, module in unit.module.named_modules():
-            buffers = [name for name, b in module._buffers.items() if b is not None and b.is_meta]
-            if buffers and not hasattr(module, "reset_parameters"):
-                full = ".".join(part for part in (unit.name, path, buffers[0]) if part)
-                raise ValueError(
-                    f"{full} is a buffer on meta, and init fills parameters only: give its "
-                    f"{type(module).__name__} a reset_parameters(), or build the model on a real "
-                    f"device"
-                )
 
 
 def _real_names(unit: Unit) -> set[str]:
@@ -206,15 +221,6 @@ def _override(
                 init(fact.owner, whole)
             with torch.no_grad():
                 parameter.copy_(cut(whole, fact.placement, topology.tp))
-
-
-def _check_width(unit: Unit, precision: str) -> None:
-    for path, parameter in unit.module.named_parameters():
-        if parameter.dtype == torch.float64 and precision != "fp64":
-            raise ValueError(
-                f"{unit.name}.{path} is float64, but precision = {precision!r} would round it: "
-                f"use precision='fp64', or convert the model"
-            )
 
 
 def _share(unit: Unit, names: set[str], facts: dict[str, Facts], topology: Topology) -> None:

@@ -28,6 +28,7 @@ from .model import (
     Facts,
     check_batch_norm,
     check_state,
+    check_values,
     facts_of,
     give_values,
     separate_ties,
@@ -89,6 +90,7 @@ def assemble(model: nn.Module, topology: Topology, options: Options) -> Parts:
     units = units_of(model)
     check_batch_norm(units, topology.dp.size, options.num_microbatches)
     check_state(units)
+    check_values(units, options.precision, options.init is not None)
     loss_fn = as_sum(options.loss_fn)
     num_items = options.num_items or default_num_items(options.loss_fn)
     programs = Programs(options.schedule, topology.pp, options.num_chunks, options.num_microbatches)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..comm.collectives import all_gather_objects, broadcast_object
+from ..comm.collectives import broadcast_object, gather_objects
 from ..topology import Axis
 from .agree import agree, on_rank_0
 from .damage import Checksums, wrong_size
@@ -54,7 +54,7 @@ def save(
     try:
         on_rank_0(world, lambda: _begin(folder, temporary, meta, files))
         part = agree(world, lambda: _write_part(temporary, fragments, block_bytes, world, files))
-        parts = all_gather_objects(part, world)
+        parts = gather_objects(part, world)  # [] but on rank 0
         on_rank_0(world, lambda: _publish(folder, temporary, parts, meta, block_bytes, files))
     except Exception:
         if world.rank == 0 and temporary.exists():

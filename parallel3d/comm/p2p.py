@@ -42,11 +42,11 @@ class Channel:
         self._sent: list[tuple[Any, Tensor]] = []
 
     def send(self, tensors: Sequence[Tensor]) -> None:
-        """Hand over contiguous tensors, and wait until the message before has gone.
+        """Hand over contiguous tensors; each is kept until it has gone.
 
-        So one message is kept, not all of a step: gloo tells that one has gone only to who waits,
-        and the host of a device runs ahead of it. This ends, as a program does even where every
-        send waits for its receive.
+        gloo tells that a message has gone only to who waits, so there the message before is waited
+        for: this ends, as a program does even where every send waits for its receive. A device's
+        stream is not made to wait.
         """
         before, self._sent = self._sent, []
         for tensor in tensors:
@@ -54,8 +54,11 @@ class Channel:
             record(self.axis, "send", self.purpose, "issue", data.numel() * data.element_size())
             if data.numel():
                 self._sent.append((dist.isend(data, self.peer, group=self.group), data))
-        for work, _ in before:
-            work.wait()
+        for work, data in before:
+            if data.device.type == "cpu":
+                work.wait()
+            elif not work.is_completed():
+                self._sent.append((work, data))
 
     def post(self, buffers: Sequence[Tensor]) -> list[Any]:
         """Post the receives of one message; ``wait`` for each before reading its buffer."""
@@ -92,25 +95,29 @@ def open_channels(topology: Topology, edges: Iterable[Edge], timeout: float) -> 
     """The channels of this rank, for edges between pipeline ranks. Collective over the world.
 
     Every rank must give the same edges. Each becomes one communicator in every pipeline line (the
-    ranks that share dp and tp coordinates); a rank keeps the ends it is.
+    ranks that share dp and tp coordinates), once for all that use the topology; a rank keeps the
+    ends it is.
     """
-    grid, channels = topology.grid, {}
-    for edge in sorted(set(edges)):
+    grid, wanted = topology.grid, sorted(set(edges))
+    new = [edge for edge in wanted if edge not in topology.channels]
+    for edge in new:
+        topology.channels[edge] = None
         for dp in range(grid.dp):
             for tp in range(grid.tp):
                 ends = [grid.rank(edge.sender, dp, tp), grid.rank(edge.receiver, dp, tp)]
                 group = dist.new_group(sorted(ends), timeout=timedelta(seconds=timeout))
                 if topology.rank in ends:
                     peer = ends[0] if topology.rank == ends[1] else ends[1]
-                    channels[edge] = Channel(topology.pp, group, peer, edge.purpose)
-                    topology.at_close.append(channels[edge].close)
-    for edge, channel in channels.items():
+                    topology.channels[edge] = Channel(topology.pp, group, peer, edge.purpose)
+    ends_of = {edge: channel for edge, channel in topology.channels.items() if channel is not None}
+    for edge in filter(ends_of.__contains__, new):
+        channel = ends_of[edge]
         one = torch.zeros(1, device=topology.device)
         if topology.pp.rank == edge.sender:
             dist.send(one, channel.peer, group=channel.group)
         else:
             dist.recv(one, channel.peer, group=channel.group)
-    return channels
+    return {edge: ends_of[edge] for edge in wanted if edge in ends_of}
 
 
 def _as_real(tensor: Tensor) -> Tensor:

@@ -29,9 +29,10 @@ def claimed(config: Config, model: str, world: Axis) -> Iterator[Path]:
     folder, fresh = on_rank_0(world, lambda: _claim(config, model))
     try:
         yield folder
-    finally:
+    except BaseException:
         if fresh and world.rank == 0 and not _has_begun(folder):
             shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def _has_begun(folder: Path) -> bool:

@@ -124,7 +124,7 @@ def _reduction(loss_fn: LossFn) -> str | None:
     return str(parameter.default) if parameter and isinstance(parameter.default, str) else None
 
 
-def default_num_items(loss_fn: LossFn) -> Callable[[Any], Tensor]:
+def default_num_items(loss_fn: LossFn) -> Callable[[Any], Tensor | int]:
     """Counts a target's items: integers that are not the loss's ``ignore_index``, or floats.
 
     For a loss of torch's that was switched from mean to sum, it counts what the mean divides by.
@@ -133,7 +133,7 @@ def default_num_items(loss_fn: LossFn) -> Callable[[Any], Tensor]:
     ignored = keywords.get("ignore_index", getattr(loss_fn, "ignore_index", IGNORED))
     is_mean = isinstance(loss_fn, _Loss) and loss_fn.reduction == "mean"
 
-    def num_items(target: Any) -> Tensor:
+    def num_items(target: Any) -> Tensor | int:
         leaves = tree_leaves(target)
         if len(leaves) != 1 or not isinstance(leaves[0], Tensor):
             raise ValueError(
@@ -143,12 +143,12 @@ def default_num_items(loss_fn: LossFn) -> Callable[[Any], Tensor]:
         (leaf,) = leaves
         is_floating = leaf.is_floating_point() or leaf.is_complex()
         if is_mean and isinstance(loss_fn, PER_SAMPLE):
-            return torch.tensor(leaf.shape[:-1].numel(), device=leaf.device)
+            return leaf.shape[:-1].numel()
         if is_mean and isinstance(loss_fn, nn.CrossEntropyLoss) and is_floating:
             classes = leaf.shape[min(1, leaf.dim() - 1)]
-            return torch.tensor(leaf.numel() // classes, device=leaf.device)
+            return leaf.numel() // classes
         if is_floating:
-            return torch.tensor(leaf.numel(), device=leaf.device)
+            return leaf.numel()
         return (leaf != ignored).sum()
 
     return num_items

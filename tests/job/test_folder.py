@@ -70,6 +70,20 @@ def test_an_error_before_the_first_file_leaves_no_folder(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_error_in_the_first_step_leaves_no_folder_and_a_later_one_keeps_it(
+    tmp_path: Path,
+) -> None:
+    for name, line in (("a", ""), ("b", "{}\n")):
+        with (
+            pytest.raises(RuntimeError, match="no memory"),
+            claimed(config(tmp_path, f"name={name}"), "gpt", Axis.single()) as folder,
+        ):
+            (folder / "config.yaml").touch()
+            (folder / "metrics.jsonl").write_text(line)
+            raise RuntimeError("no memory")
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
+
+
 def test_a_path_to_resume_from_must_exist(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"checkpoint\.resume = '/none' does not exist: it is"):
         claim(config(tmp_path, "checkpoint.resume=/none"))
