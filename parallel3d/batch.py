@@ -39,6 +39,8 @@ def split(x: Any, target: Any, count: int, training: bool) -> Batch:
     size = _size(target, "target")
     if x is not None and _size(x, "x") != size:
         raise ValueError(f"x has {_size(x, 'x')} samples along dim 0, but target has {size}")
+    if training and size == 0:
+        raise ValueError("a local batch of 0 samples: a training step needs one or more")
     if training and size < count:
         raise ValueError(
             f"a local batch of {size} cannot be cut into num_microbatches = {count}: "
@@ -59,7 +61,9 @@ def to_device(batch: Batch, device: torch.device, dtype: torch.dtype, first: boo
         return tensor.detach().to(device, non_blocking=True)
 
     def cast(tensor: Tensor) -> Tensor:
-        return move(tensor).to(dtype if tensor.is_floating_point() else tensor.dtype)
+        # A copy for each microbatch: the first unit may work on it in place.
+        wanted = dtype if tensor.is_floating_point() else tensor.dtype
+        return tensor.detach().to(device, wanted, non_blocking=True, copy=True)
 
     inputs = [tree_map_only(Tensor, cast, x) if first else None for x in batch.inputs]
     targets = [tree_map_only(Tensor, move, target) for target in batch.targets]

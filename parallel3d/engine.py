@@ -267,8 +267,8 @@ class Engine:
         if self.max_bad_steps and self.bad_steps >= self.max_bad_steps:
             raise RuntimeError(
                 f"{self.bad_steps} steps in a row had a loss ({loss}) or gradient norm ({norm}) "
-                f"that is not finite, and train.max_bad_steps = {self.max_bad_steps}: lower the "
-                f"learning rate, or resume from a checkpoint before step "
+                f"that is not finite, and train.max_bad_steps = {self.max_bad_steps}: start a new "
+                f"run with a lower learning rate, or look at the data from step "
                 f"{self.step - self.bad_steps + 1}"
             )
 

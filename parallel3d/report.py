@@ -8,13 +8,14 @@ from pathlib import Path
 from .config import Config, to_yaml
 from .engine import Engine
 from .log.console import report
+from .log.jsonl import replace
 from .memory import memory
 
 
 def write_run_files(folder: Path, config: Config, engine: Engine) -> None:
     """``config.yaml``, resolved, and ``program.txt``, a line per pipeline rank as executed."""
-    (folder / "config.yaml").write_text(to_yaml(config))
-    (folder / "program.txt").write_text(engine.parts.programs.text())
+    replace(folder / "config.yaml", to_yaml(config).encode())
+    replace(folder / "program.txt", engine.parts.programs.text().encode())
 
 
 def report_start(folder: Path, config: Config, engine: Engine, start: str) -> None:

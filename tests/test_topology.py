@@ -236,7 +236,7 @@ def a_user_s_own_groups(topology: Topology) -> None:
     with Topology.init(tp=2) as beside:
         assert beside.grid == Grid(dp=2, tp=2)
         assert int(all_reduce(torch.tensor([topology.rank]), beside.tp)) in (1, 5)
-    group = beside.tp.group
+        group = beside.tp.group
     beside.close()
     assert dist.is_initialized() and beside.tp.group is None
     with pytest.raises(ValueError, match="group|Group"):

@@ -92,6 +92,7 @@ def check_resume(saved: Config, config: Config) -> None:
     may_change = {"name", "run_root", "compile", "precision", "deepspeed"}
     may_change |= {"topology", "pipeline", "zero", "recompute", "offload", "checkpoint", "log"}
     may_change |= {"train.steps", "train.eval_every", "train.eval_batches"}
+    may_change |= {"train.timeout", "train.max_bad_steps", "data.workers"}
     before, now = _flat(saved), _flat(config)
     for key in before | now:
         if key in may_change or key.split(".")[0] in may_change:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
@@ -20,19 +21,21 @@ def claimed(config: Config, model: str, world: Axis) -> Iterator[Path]:
 
     Without `name` it is called after `model` and the time; `-2`, `-3` are added where another job
     took that name in the same second. A new folder is removed again by an error that came before
-    the first step was done.
+    the first step was done. Rank 0 holds a lock on the folder, so that no second job, for example
+    one requeued too early, writes there too.
 
     Raises:
-        ValueError: the run exists and `checkpoint.resume` is never, or the path to resume from
-            does not exist; on every rank.
+        ValueError: the run exists and `checkpoint.resume` is never, another job runs in it, or the
+            path to resume from does not exist or is another run's; on every rank.
     """
-    folder, fresh = on_rank_0(world, lambda: _claim(config, model))
-    try:
-        yield folder
-    except BaseException:
-        if fresh and world.rank == 0 and not _has_begun(folder):
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
+    with ExitStack() as held:
+        folder, fresh = on_rank_0(world, lambda: _claim(config, model, held))
+        try:
+            yield folder
+        except BaseException:
+            if fresh and world.rank == 0 and not _has_begun(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
 
 
 def _has_begun(folder: Path) -> bool:
@@ -41,7 +44,20 @@ def _has_begun(folder: Path) -> bool:
     return (lines.exists() and lines.stat().st_size > 0) or (folder / "checkpoints").exists()
 
 
-def _claim(config: Config, model: str) -> tuple[Path, bool]:
+def _claim(config: Config, model: str, held: ExitStack) -> tuple[Path, bool]:
+    folder, fresh = _folder(config, model)
+    lock = held.enter_context((folder / ".lock").open("w"))
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(
+            f"name = {folder.name!r}: another job is running in {folder}: wait until it has ended, "
+            f"or start a run with another name"
+        ) from None
+    return folder, fresh
+
+
+def _folder(config: Config, model: str) -> tuple[Path, bool]:
     root, resume = Path(config.run_root), config.checkpoint.resume
     if resume not in ("never", "auto") and not Path(resume).exists():
         raise ValueError(
@@ -59,6 +75,11 @@ def _claim(config: Config, model: str) -> tuple[Path, bool]:
             raise ValueError(
                 f"name = {config.name!r}: the run {folder} exists already: "
                 f"checkpoint.resume=auto continues it, another name= starts a new one"
+            ) from None
+        if resume != "auto" and folder.resolve() not in Path(resume).resolve().parents:
+            raise ValueError(
+                f"checkpoint.resume = {resume!r} is not of the run {folder}, which exists already: "
+                f"name= a new run to start from it"
             ) from None
         return folder, False
     return folder, True

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import random
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -314,3 +315,23 @@ def share_of_memory(topology: Topology, zero: int) -> tuple[int, int]:
 def test_zero_1_holds_half_the_moments_on_each_of_two_ranks(layout: str) -> None:
     for elements, whole in run_on(Grid.parse(layout), share_of_memory, zero=1):
         assert elements == 2 * whole / 2
+
+
+def in_place(topology: Topology) -> bool:
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4), nn.Linear(4, 4))
+    engine = Engine(
+        model,
+        topology,
+        loss_fn=nn.MSELoss(reduction="sum"),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        num_microbatches=2,
+        schedule="gpipe",
+    )
+    x = torch.randn(4, 4)
+    before = x.clone()
+    engine.train_step(x, x.sin())
+    return torch.equal(x, before)
+
+
+def test_a_first_unit_may_work_in_place_and_the_batch_stays_as_it_was() -> None:
+    assert run_on(Grid(pp=2), in_place) == [True, True]

@@ -154,7 +154,7 @@ def test_too_many_bad_steps_in_a_row_end_the_run_on_every_rank() -> None:
     (first,), *others = run_on(Grid(pp=2, dp=2), too_many)
     assert others == [[first]] * 3
     assert "3 steps in a row had a loss (nan) or gradient norm (nan)" in first
-    assert "train.max_bad_steps = 3" in first and "before step 4" in first
+    assert "train.max_bad_steps = 3" in first and "data from step 4" in first
 
 
 def drift(topology: Topology, precision: str) -> Tensors:
