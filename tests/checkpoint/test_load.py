@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.checkpoint import Files, Fragment, load, save
-from parallel3d.comm.collectives import all_gather_objects
+from parallel3d.comm.collectives import gather_objects
 from parallel3d.placement import Rectangle
 from parallel3d.topology import Axis, Topology
 from tests.checkpoint.cuttings import (
@@ -219,9 +219,9 @@ def bytes_told(topology: Topology, folder: str) -> int:
 
     def gather(obj: object, axis: Axis) -> list[object]:
         sizes.append(len(pickle.dumps(obj)))
-        return all_gather_objects(obj, axis)
+        return gather_objects(obj, axis)
 
-    with mock.patch.object(sys.modules["parallel3d.checkpoint.save"], "all_gather_objects", gather):
+    with mock.patch.object(sys.modules["parallel3d.checkpoint.save"], "gather_objects", gather):
         save(Path(folder), zero_parts(whole, 4, 1, topology.rank, False), {}, topology.world)
     return max(sizes)
 

@@ -82,7 +82,7 @@ def own_part(_: Tensor, out: Tensor, *__: Any, **___: Any) -> Pending:
 
 def bias_on_every_rank(self: RowParallelLinear, x: Tensor) -> Tensor:
     assert self.bias is not None
-    return linear._RowLinear.apply(x, self.weight, self.axis) + self.axis.size * self.bias
+    return linear._RowLinear.apply(x, self.weight, self) + self.axis.size * self.bias
 
 
 def a_row_late_on_rank_1(forward: Any, self: VocabParallelEmbedding, ids: Tensor) -> Tensor:
