@@ -39,5 +39,14 @@ def memory(parts: Parts) -> Memory:
     )
 
 
+def predicted(parts: Parts) -> Memory:
+    """What ``memory`` will count once the optimizer has made its state."""
+    now = memory(parts)
+    made = any(parts.optimizer.states())
+    return (
+        now if made else now._replace(optimizer=now.optimizer + parts.optimizer.predicted_bytes())
+    )
+
+
 def _bytes(tensors: list[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

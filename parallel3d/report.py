@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from typing import NamedTuple
 
+from .comm.collectives import all_gather_objects
 from .config import Config, to_yaml
 from .engine import Engine
 from .log.console import report
 from .log.jsonl import replace
-from .memory import memory
+from .memory import Memory, predicted
+
+MANY = 8
 
 
 def write_run_files(folder: Path, config: Config, engine: Engine) -> None:
@@ -18,15 +22,31 @@ def write_run_files(folder: Path, config: Config, engine: Engine) -> None:
     replace(folder / "program.txt", engine.parts.programs.text().encode())
 
 
-def report_start(folder: Path, config: Config, engine: Engine, start: str) -> None:
-    """Grid, stages, batch, memory, folder, where it starts and W&B's mode, as a table."""
+class Place(NamedTuple):
+    """A rank's host, and the bytes it will keep."""
+
+    host: str
+    memory: Memory
+
+
+def places(engine: Engine) -> list[Place]:
+    """Of every rank. Collective."""
+    mine = Place(socket.gethostname(), predicted(engine.parts))
+    return all_gather_objects(mine, engine.topology.world)
+
+
+def report_start(
+    folder: Path, config: Config, engine: Engine, start: str, ranks: list[Place]
+) -> None:
+    """Grid and hosts, stages, batch, bytes, folder, where it starts and W&B's mode, as a table."""
     parts, grid = engine.parts, engine.topology.grid
-    local, microbatches = memory(parts), config.pipeline.num_microbatches or 1
+    microbatches = config.pipeline.num_microbatches or 1
+    hosts = sorted({rank.host for rank in ranks})
     batch = config.data.global_batch_size
     size = batch // (grid.dp * microbatches)
     timeline = parts.programs.timeline
     rows = [
-        ("grid", f"pp {grid.pp} x dp {grid.dp} x tp {grid.tp} on {socket.gethostname()}"),
+        ("grid", f"pp {grid.pp} x dp {grid.dp} x tp {grid.tp} on {', '.join(hosts)}"),
         ("zero", f"stage {config.zero.stage}"),
         ("parameters", f"{sum(_sizes(engine)):,}"),
         *((f"stage {s}", _stage(engine, s)) for s in range(len(parts.cuts))),
@@ -36,12 +56,26 @@ def report_start(folder: Path, config: Config, engine: Engine, start: str) -> No
             f"of a step if stages cost the same",
         ),
         ("batch", f"{batch} = dp {grid.dp} x microbatches {microbatches} x {size}"),
-        ("rank 0", f"parameters {_mb(local.parameters)}, gradients {_mb(local.gradients)}"),
+        *_bytes_of(ranks),
         ("run folder", str(folder)),
         ("wandb", config.log.wandb.mode or "disabled"),
         ("start", start),
     ]
     report(f"{config.name}", rows)
+
+
+def _bytes_of(ranks: list[Place]) -> list[tuple[str, str]]:
+    """Predicted bytes of each rank, without activations; of many ranks only the largest."""
+    totals = [sum(rank.memory) for rank in ranks]
+    shown = range(len(ranks)) if len(ranks) <= MANY else [totals.index(max(totals))]
+    return [
+        (
+            f"rank {at}",
+            f"{_mb(totals[at])}: parameters {_mb(ranks[at].memory.parameters)}, gradients "
+            f"{_mb(ranks[at].memory.gradients)}, optimizer {_mb(ranks[at].memory.optimizer)}",
+        )
+        for at in shown
+    ]
 
 
 def _sizes(engine: Engine) -> list[int]:

@@ -18,7 +18,7 @@ from .log.memory import totals
 from .log.meters import Meter, Record
 from .log.sinks import Log, WandbSettings
 from .memory import Memory, memory
-from .report import report_start, write_run_files
+from .report import places, report_start, write_run_files
 from .resume import Resumed, resume
 from .topology import Topology
 
@@ -41,9 +41,10 @@ def train(
     engine = build_engine(config, topology, model)
     start = resume(config, folder, engine, data)
     meter.tokens = start.tokens
+    ranks = places(engine)
     if topology.rank == 0:
         write_run_files(folder, config, engine)
-        report_start(folder, config, engine, start.said)
+        report_start(folder, config, engine, start.said, ranks)
     log = open_log(config, folder, topology, start)
     failed = True
     try:

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 
-from parallel3d import Topology
-from parallel3d.memory import memory
+from parallel3d import Engine, Grid, Topology
+from parallel3d.memory import Memory, memory, predicted
 from tests.engine.cases import SGD, engine, train
+from tests.world import run_on
 
 PADDED = 128  # elements of a buffer of nn.Linear(8, 8): weight and bias at multiples of 64
 
@@ -30,3 +33,22 @@ def test_masters_that_are_the_parameters_cost_nothing_and_a_tie_only_gradients()
         kept = memory(mine.parts)
         # Weight and bias lie apart, since each is tied.
         assert kept == (PADDED * 8, 2 * PADDED * 8, 0)
+
+
+def before_and_after(topology: Topology) -> tuple[Memory, Memory]:
+    engine = Engine(
+        nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)),
+        topology,
+        loss_fn=nn.MSELoss(reduction="sum"),
+        optimizer=partial(torch.optim.AdamW, lr=0.1),
+    )
+    expected = predicted(engine.parts)
+    x = torch.ones(4, 8)
+    engine.train_step(x, x[:, :1])
+    return expected, memory(engine.parts)
+
+
+def test_what_is_predicted_at_the_start_is_kept_after_a_step_but_for_counters() -> None:
+    for expected, kept in run_on(Grid(dp=2), before_and_after):
+        assert expected[:2] == kept[:2]
+        assert 0 <= kept.optimizer - expected.optimizer < 64

@@ -90,6 +90,22 @@ class ShardedOptimizer:
         inner.step()
         return [inner.state[parameter] for parameter in scratch]
 
+    def predicted_bytes(self) -> int:
+        """Of the state that a first step will make, from that of 64 elements of each part."""
+        scratch = [nn.Parameter(part.parameter.new_zeros(ALIGNMENT)) for part in self.parts()]
+        inner = self._over(scratch)
+        if inner is None:
+            return 0
+        for parameter in scratch:
+            parameter.grad = torch.zeros_like(parameter)
+        inner.step()
+        total = 0
+        for part, parameter in zip(self.parts(), scratch, strict=True):
+            tensors = [t for t in inner.state[parameter].values() if isinstance(t, Tensor)]
+            per_element = sum(t.element_size() for t in tensors if t.shape == parameter.shape)
+            total += per_element * part.parameter.numel()
+        return total
+
     def counters(self) -> dict[str, State]:
         """Numbers that the optimizer keeps in its groups, such as a count of steps, by group."""
         groups = zip(sorted(self.updated), self._inner_groups(), self._options, strict=False)
