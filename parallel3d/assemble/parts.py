@@ -94,6 +94,7 @@ def assemble(model: nn.Module, topology: Topology, options: Options) -> Parts:
     loss_fn = as_sum(options.loss_fn)
     num_items = options.num_items or default_num_items(options.loss_fn)
     programs = Programs(options.schedule, topology.pp, options.num_chunks, options.num_microbatches)
+    _refuse_compiled_split(options, programs)
     facts = facts_of(units)
     cuts = partition(_costs(units, facts), programs.num_stages, options.partition)
     _refuse_far_ties(facts, cuts)
@@ -101,7 +102,6 @@ def assemble(model: nn.Module, topology: Topology, options: Options) -> Parts:
     check_elementwise(options.optimizer, groups, topology.device)
     ledger = Ledger()
     ledger.attach(topology.pp, topology.dp, topology.tp)
-
     separate_ties(units, facts)
     home = programs.rank_of_stage
     mine = {s: units[slice(*cuts[s])] for s in range(len(cuts)) if home[s] == topology.pp.rank}
@@ -150,6 +150,15 @@ def _costs(units: list[Unit], facts: dict[str, Facts]) -> list[float]:
     for fact in facts.values():
         costs[fact.unit] += torch.Size(fact.shape).numel()
     return costs
+
+
+def _refuse_compiled_split(options: Options, programs: Programs) -> None:
+    """A compiled graph would lose the weight gradients that a layer puts off."""
+    if options.compile and programs.splits_backward:
+        raise ValueError(
+            f"compile = True with schedule = {options.schedule!r}, which splits the backward, is "
+            f"not built yet: use compile=False, or 1f1b or interleaved"
+        )
 
 
 def _refuse_far_ties(facts: dict[str, Facts], cuts: list[tuple[int, int]]) -> None:
