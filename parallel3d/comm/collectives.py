@@ -43,17 +43,11 @@ class Pending:
 
 
 def start_all_reduce(x: Tensor, axis: Axis, *, op: str = "sum", tag: str = "") -> Pending:
-    """All-reduce ``x`` in place, in the background.
-
-    Two ranks of gloo exchange their tensors: the same bytes in one round instead of two, and
-    without gloo's worker thread, which on a busy CPU is woken late.
-    """
+    """All-reduce ``x`` in place, in the background."""
     if axis.size == 1:
         return Pending.done(x)
     sent = 2 * x.numel() * x.element_size() * (axis.size - 1) // axis.size
     record(axis, "all_reduce", tag, "issue", sent)
-    if axis.size == 2 and _can_exchange(x) and _is_gloo(axis, x):
-        return _exchange(x, axis, op, tag)
     work = dist.all_reduce(x, op=_OPS[op], group=axis.group, async_op=True)
     return _pending(work, axis, "all_reduce", tag, x)
 
@@ -156,25 +150,6 @@ def barrier(axis: Axis) -> None:
 def _is_gloo(axis: Axis, x: Tensor) -> bool:
     assert axis.group is not None
     return axis.group._get_backend(x.device).name() == "gloo"
-
-
-def _can_exchange(x: Tensor) -> bool:
-    plain = x.is_contiguous() and x.dtype != torch.bool and not x.is_complex()
-    return plain and x.numel() > 0 and x.device.type == "cpu"
-
-
-def _exchange(x: Tensor, axis: Axis, op: str, tag: str) -> Pending:
-    other, peer = torch.empty_like(x), axis.ranks[1 - axis.rank]
-    works = (dist.irecv(other, peer, group=axis.group), dist.isend(x, peer, group=axis.group))
-
-    def wait() -> Tensor:
-        for work in works:
-            assert work is not None
-            work.wait()
-        record(axis, "all_reduce", tag, "wait")
-        return x.add_(other) if op == "sum" else torch.maximum(x, other, out=x)
-
-    return Pending(wait)
 
 
 def _pending(work: Any, axis: Axis, kind: str, tag: str, result: Tensor) -> Pending:

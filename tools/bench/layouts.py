@@ -6,8 +6,9 @@ Ranks of one thread against one process of as many threads as this machine has c
 turns within one run: a step of plain PyTorch, a step of the layout, again and again; a ratio is
 taken of each pair, and the median of the quiet pairs is reported: those during which other programs
 used less than 12 % of the machine (or of the three quietest, and the JSON says so). Bytes are what
-the ledger counted in a step, over all ranks, beside the lower bound without padding. A line of JSON
-goes to results/.
+the ledger counted in a step, over all ranks, beside the lower bound without padding. The layout
+``alone`` is plain PyTorch in one process per core, on shares and without any exchange. A line of
+JSON goes to results/.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from tools.bench.plain import (
     batch,
 )
 
-LAYOUTS = "1x2x1,2x1x1,1x1x2,2x2x1,1x2x2,2x1x2,2x2x2"
+LAYOUTS = "alone,1x2x1,2x1x1,1x1x2,2x2x1,1x2x2,2x1x2,2x2x2"
 RESULTS = Path(__file__).parent / "results"
 QUIET = 0.12  # share of the machine; a pair during which others used more is left out
 
@@ -61,6 +62,16 @@ def reference_main(pipe: Connection) -> None:
         began, used = time.perf_counter(), time.process_time()
         loss = reference.step(number)
         pipe.send((time.perf_counter() - began, time.process_time() - used, loss))
+
+
+def alone_main(pipe: Connection, rank: int, ranks: int) -> None:
+    """A rank of plain PyTorch on its share, without any exchange: what no layout can pass."""
+    torch.set_num_threads(1)
+    reference = Reference()
+    while (number := pipe.recv()) is not None:
+        began, used = time.perf_counter(), time.process_time()
+        loss = reference.step(abs(number), rank, ranks)
+        pipe.send((time.perf_counter() - began, time.process_time() - used, loss, {}, 0))
 
 
 def rank_main(
@@ -138,12 +149,16 @@ def lower_bound(grid: Grid) -> dict[str, int]:
 
 def measure(layout: str, pairs: int, zero: int, schedule: str) -> dict[str, Any]:
     """Ratios of one layout, its bytes and its peak."""
-    grid, context = Grid.parse(layout), get_context("spawn")
+    cores, context = os.cpu_count() or 1, get_context("spawn")
+    grid = Grid(dp=cores) if layout == "alone" else Grid.parse(layout)
     os.environ["OMP_NUM_THREADS"] = "1"
     with TemporaryDirectory() as folder:
         store = f"file://{folder}/store"
         targets = [(reference_main, ())]
-        targets += [(rank_main, (r, grid, store, zero, schedule)) for r in range(grid.size)]
+        if layout == "alone":
+            targets += [(alone_main, (rank, cores)) for rank in range(cores)]
+        else:
+            targets += [(rank_main, (r, grid, store, zero, schedule)) for r in range(grid.size)]
         workers, pipes = [], []
         for target, arguments in targets:
             ours, theirs = context.Pipe()
@@ -170,7 +185,7 @@ def measure(layout: str, pairs: int, zero: int, schedule: str) -> dict[str, Any]
         "tokens_per_second": round(BATCH * SEQ / statistics.median(t[1] for t in times)),
         "plain_tokens_per_second": round(BATCH * SEQ / statistics.median(t[0] for t in times)),
         "bytes": bytes_of,
-        "lower_bound": lower_bound(grid),
+        "lower_bound": lower_bound(Grid() if layout == "alone" else grid),
         "peak_tensor_bytes": [rank[4] for rank in counted],
         "quiet_pairs": f"{len(quiet)} of {len(rows)}",
         "others": round(max(row.others for row in kept), 3),

@@ -58,9 +58,9 @@ class Reference:
                 nn.init.normal_(parameter, std=0.02)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, fused=True)
 
-    def step(self, number: int) -> float:
-        """Train on one batch; returns the loss per token."""
-        x, target = batch(number)
+    def step(self, number: int, rank: int = 0, ranks: int = 1) -> float:
+        """Train on one batch, or on a rank's share of it; returns the loss per token."""
+        x, target = (part.chunk(ranks)[rank] for part in batch(number))
         total = 0.0
         for part, wanted in zip(x.split(MICRO), target.split(MICRO), strict=True):
             logits = self.model(part)
