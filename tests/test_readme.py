@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.start import ROOT, start, torchrun
 
 README = (ROOT / "README.md").read_text()
@@ -18,6 +20,7 @@ def test_the_library_example_trains_on_8_ranks_and_saves(tmp_path: Path) -> None
     assert (tmp_path / "ckpt" / "step-5" / "manifest.json").exists()
 
 
+@pytest.mark.report("hydra-ecosystem/hydra#922")
 def test_a_model_data_and_loss_of_ones_own_train_by_the_recipe(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(BLOCKS[1])
     command = re.search(r"recipes/pretrain.py (topology.*?MSELoss)", README, re.DOTALL)
