@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -133,7 +135,17 @@ def of_a_neighbour(begin: Any, self: SumLoss, targets: list[Any], scale: Any) ->
 
 def after_each_microbatch(run: Any, self: Interpreter, actions: Any, step: Any) -> None:
     step.reducing.update(self.stages)
-    run(self, actions, step)
+    with ExitStack() as patched:
+        for stage in self.stages.values():
+            patched.enter_context(patch.object(stage, "after", partial(at_once, stage.after)))
+        run(self, actions, step)
+
+
+def at_once(reduce: Any, unit: int) -> None:
+    """Reduce a unit and wait for it: what the next microbatch adds comes behind it."""
+    reduce(unit)
+    for _, pending, _ in reduce.__self__._reducing:
+        pending.wait()
 
 
 def twice(step: Any, self: torch.optim.Optimizer) -> None:
