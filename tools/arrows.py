@@ -28,7 +28,9 @@ LAYER_OF = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}
 NARROWER = {"placement": {"topology"}, "rng": {"topology", "placement"}}
 USERS_OF_CONFIG = {"assemble", "build", "job", "report", "resume", "train"}
 # Files of pipeline that plan on numbers alone: no torch, nothing of ours but each other.
-PAPER = set("actions check dependencies draw partition passes schedules simulate".split())
+PAPER = set(
+    "actions auto check costs dependencies draw greedy partition passes schedules simulate".split()
+)
 MODELS_MAY = {"torch", "einops", "models", f"{PACKAGE}.tensor"}
 COLLECTIVES = set(
     "all_reduce all_gather all_gather_into_tensor all_gather_single all_gather_object all_to_all "
