@@ -1,8 +1,9 @@
 """Run a program on paper: prove that it ends; say when each action runs and what a rank keeps.
 
 The proof is for the strictest world. One communicator per (sender, receiver, activations or
-gradients) delivers in order, and a send ends only when its receive is reached. Time is kinder, as
-on a device: a posted send does not hold up the computes behind it.
+gradients) delivers in order, and a send ends only when its receive is reached: posted, and first of
+those that its channel has not yet served. Time is kinder, as on a device: a posted send does not
+hold up the computes behind it.
 """
 
 from collections.abc import Sequence
@@ -10,28 +11,25 @@ from typing import NamedTuple
 
 from parallel3d.pipeline.actions import COMPUTE, SENDS, Action, Op, Program, show_actions
 from parallel3d.pipeline.check import check
+from parallel3d.pipeline.costs import Costs
 from parallel3d.pipeline.dependencies import Dependencies, receive_of
+from parallel3d.pipeline.memory import Bytes, Span, peak_bytes, peak_count
 
-Times = float | Sequence[float]
-
-
-class Span(NamedTuple):
-    """One compute action and when it runs."""
-
-    action: Action
-    start: float
-    end: float
+Amounts = float | Sequence[float]
 
 
 class Timeline(NamedTuple):
-    """When every compute of a program runs, and the most activations that each rank keeps.
+    """When every compute of a program runs, and the most that each rank keeps.
 
-    ``spans[r]`` are rank r's computes in order. ``peaks[r]`` counts microbatches of all its stages:
-    one of a single chunk is 1/v. An activation lives from its forward to its weight gradient.
+    ``spans[r]`` are rank r's computes in order. ``peaks[r]`` counts activations, in microbatches of
+    all its stages: one of a single chunk is 1/v. An activation lives from its forward to its weight
+    gradient. ``peak_bytes[r]`` are bytes: of activations, of what weight gradients wait with, and
+    of outputs not yet sent.
     """
 
     spans: list[list[Span]]
     peaks: list[float]
+    peak_bytes: list[float]
 
     @property
     def makespan(self) -> float:
@@ -56,13 +54,23 @@ class Timeline(NamedTuple):
 
 
 def simulate(
-    program: Program, *, f: Times = 1.0, i: Times = 1.0, w: Times = 1.0, comm: float = 0.0
+    program: Program,
+    *,
+    f: Amounts = 1.0,
+    i: Amounts = 1.0,
+    w: Amounts = 1.0,
+    comm: float = 0.0,
+    saved: Amounts = 0,
+    deferred: Amounts = 0,
+    output: Amounts = 0,
 ) -> Timeline:
     """Run a program, compute-only or lowered, and return its timeline.
 
     ``f``, ``i`` and ``w`` are the times of forward, input gradient and weight gradient; a whole
-    backward takes ``i + w``. A number is the time of all stages of a rank, so that a chunk of ``v``
-    takes 1/v of it; a sequence gives each stage its own. ``comm`` is the time of one message.
+    backward takes ``i + w``. ``saved``, ``deferred`` and ``output`` are the bytes of one microbatch
+    that wait for the input gradient, for the weight gradient and for the next stage. A number is
+    that of all stages of a rank, so that a chunk of ``v`` has 1/v of it; a sequence gives each
+    stage its own. ``comm`` is the time of one message.
 
     Raises ValueError for what ``check`` refuses, and if the program cannot finish: then the message
     names who waits for whom.
@@ -70,36 +78,45 @@ def simulate(
     rules = check(program)
     num_stages = len(rules.home)
     num_chunks = max(1, num_stages // max(1, len(program)))
-    forward, input_grad, weight_grad = (_per_stage(t, num_stages, num_chunks) for t in (f, i, w))
+    forward, input_grad, weight_grad, *sizes = (
+        _per_stage(amounts, num_stages, num_chunks)
+        for amounts in (f, i, w, saved, deferred, output)
+    )
     durations = {
         Op.FORWARD: forward,
         Op.INPUT_GRAD: input_grad,
         Op.WEIGHT_GRAD: weight_grad,
         Op.BACKWARD: [a + b for a, b in zip(input_grad, weight_grad, strict=True)],
     }
-    spans = _Run(program, rules, durations, comm).run()
-    return Timeline(spans, [_peak(actions) / num_chunks for actions in program])
+    run = _Run(program, rules, durations, comm)
+    run.run()
+    counts = [peak_count(actions) / num_chunks for actions in program]
+    held = [peak_bytes(spans, Bytes(*sizes), rules, run.done) for spans in run.spans]
+    return Timeline(run.spans, counts, held)
 
 
-def _per_stage(time: Times, num_stages: int, num_chunks: int) -> list[float]:
-    if isinstance(time, int | float):
-        return [time / num_chunks] * num_stages
-    if len(time) != num_stages:
+def simulate_costs(program: Program, costs: Costs) -> Timeline:
+    """``simulate`` with the times and bytes of measured or counted stages."""
+    return simulate(
+        program,
+        f=costs.forward,
+        i=costs.input_grad,
+        w=costs.weight_grad,
+        comm=costs.comm,
+        saved=costs.saved,
+        deferred=costs.deferred,
+        output=costs.output,
+    )
+
+
+def _per_stage(amounts: Amounts, num_stages: int, num_chunks: int) -> list[float]:
+    if isinstance(amounts, int | float):
+        return [amounts / num_chunks] * num_stages
+    if len(amounts) != num_stages:
         raise ValueError(
-            f"{len(time)} times for {num_stages} stages: give one a stage, or a number"
+            f"{len(amounts)} values for {num_stages} stages: give one a stage, or a number"
         )
-    return list(time)
-
-
-def _peak(actions: list[Action]) -> int:
-    """The most (stage, microbatch) activations kept at once; a rank without backward keeps none."""
-    frees = {Op.BACKWARD, Op.WEIGHT_GRAD} & {action.op for action in actions} or {Op.FORWARD}
-    held = peak = 0
-    for action in actions:
-        held += action.op is Op.FORWARD
-        peak = max(peak, held)
-        held -= action.op in frees
-    return peak
+    return list(amounts)
 
 
 class _Run:

@@ -1,9 +1,10 @@
 import pytest
 
 from parallel3d.pipeline.actions import parse
+from parallel3d.pipeline.costs import Costs
 from parallel3d.pipeline.passes import lower
 from parallel3d.pipeline.schedules import build
-from parallel3d.pipeline.simulate import simulate
+from parallel3d.pipeline.simulate import simulate, simulate_costs
 
 SIZES = ((4, 8), (8, 16), (8, 32))
 GOLDEN = [  # makespan and bubble for each of SIZES, and the peak on rank 0 for p = 8, m = 32
@@ -54,7 +55,7 @@ def test_a_sequence_gives_each_stage_its_own_time() -> None:
     assert [span[1:] for span in timeline.spans[1][:2]] == [(1, 4), (4, 7)]
     assert timeline.idle == [5, 1]
     assert timeline.bubble == 5
-    with pytest.raises(ValueError, match="3 times for 2 stages"):
+    with pytest.raises(ValueError, match="3 values for 2 stages"):
         simulate(program, f=[1, 3, 1])
 
 
@@ -118,3 +119,68 @@ def test_a_malformed_program_is_refused(text: str, message: str) -> None:
 def test_an_empty_program_takes_no_time() -> None:
     timeline = simulate([])
     assert (timeline.makespan, timeline.bubble, timeline.peak) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("is_lowered", [False, True])
+@pytest.mark.parametrize(("name", "v"), [(name, v) for name, v, _, _ in GOLDEN])
+def test_bytes_kept_until_the_weight_gradient_peak_where_the_count_does(
+    name: str, v: int, is_lowered: bool
+) -> None:
+    schedule = build(name, 8, 16, v)
+    program = lower(schedule) if is_lowered else schedule.program
+    timeline = simulate(program, saved=1, deferred=1)
+    assert timeline.peak_bytes == pytest.approx(timeline.peaks)
+    stages = [1.0 / v] * (8 * v)
+    assert simulate(program, saved=stages, deferred=stages).peak_bytes == timeline.peak_bytes
+    assert simulate(program).peak_bytes == [0] * 8
+
+
+def test_what_an_input_gradient_frees_is_free_and_what_it_defers_is_kept() -> None:
+    program = parse("0F0 0F1 0I0 0I1 0W0 0W1")
+    assert simulate(program, saved=10).peak_bytes == [20]
+    assert simulate(program, deferred=10).peak_bytes == [20]
+    assert simulate(program, saved=10, deferred=3).peak_bytes == [20]
+    assert simulate(program, saved=10, deferred=30).peak_bytes == [60]
+    at_once = parse("0F0 0F1 0I0 0W0 0I1 0W1")
+    assert simulate(at_once, saved=10, deferred=30).peak_bytes == [40]  # 10 and 30, then 30
+
+
+def test_zb_h1_keeps_in_bytes_what_its_weight_gradients_wait_with() -> None:
+    p, program = 4, build("zb-h1", 4, 16).program
+    assert simulate(program, saved=8).peak_bytes == [8 * (p - rank) for rank in range(p)]
+    assert simulate(program, deferred=8).peak_bytes == [8 * (rank + 1) for rank in range(p)]
+
+
+def test_an_output_is_kept_until_its_message_is_taken() -> None:
+    program = parse(
+        "0F0 0SEND_F0 0F1 0SEND_F1 0F2 0SEND_F2\n1RECV_F0 1F0 1RECV_F1 1F1 1RECV_F2 1F2"
+    )
+    assert simulate(program, output=[8, 8]).peak_bytes == [8, 0]  # the last stage hands on nothing
+    assert simulate(program, f=[1, 2], output=[8, 8]).peak_bytes == [16, 0]
+    assert simulate(program, comm=1.5, output=[8, 8]).peak_bytes == [24, 0]
+
+
+def test_an_output_of_no_message_is_kept_until_the_next_stage_has_run() -> None:
+    together = parse("0F0 0F1 1F0 1F1 2F0 2F1")
+    assert simulate(together, output=[8, 2, 9]).peak_bytes == [18]  # 0F0 and 0F1, then 1F0 too
+    apart = parse("0F0 0F1 0F2\n1F0 1F1 1F2")
+    assert simulate(apart, f=1.0, output=[8, 8]).peak_bytes == [16, 0]
+
+
+def test_evaluation_keeps_no_more_than_the_microbatch_it_works_on() -> None:
+    assert simulate(parse("0F0 0F1 0F2"), saved=8).peak_bytes == [8]
+
+
+def test_costs_of_stages_are_simulated_as_their_parts() -> None:
+    costs = Costs((1, 3), (2, 2), (1, 4), (100, 200), (50, 60), (7, 9), 0.5)
+    program = lower(build("zb-h1", 2, 5))
+    assert simulate_costs(program, costs) == simulate(
+        program,
+        f=[1, 3],
+        i=[2, 2],
+        w=[1, 4],
+        comm=0.5,
+        saved=[100, 200],
+        deferred=[50, 60],
+        output=[7, 9],
+    )
