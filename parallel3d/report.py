@@ -44,7 +44,7 @@ def report_start(
     hosts = sorted({rank.host for rank in ranks})
     batch = config.data.global_batch_size
     size = batch // (grid.dp * microbatches)
-    timeline = parts.programs.timeline
+    timeline = parts.programs.timeline()
     rows = [
         ("grid", f"pp {grid.pp} x dp {grid.dp} x tp {grid.tp} on {', '.join(hosts)}"),
         ("zero", f"stage {config.zero.stage}"),

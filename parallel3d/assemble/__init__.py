@@ -1,5 +1,6 @@
 """Arguments to parts: the one room that knows every other."""
 
-from .parts import Options, Parts, assemble
+from .options import Options
+from .parts import Parts, assemble
 
 __all__ = ["Options", "Parts", "assemble"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,8 @@ from ..optim.optimizer import Options as Group
 from ..optim.optimizer import ShardedOptimizer
 from ..optim.probe import check_elementwise
 from ..pipeline.border import Border
-from ..pipeline.criterion import LossFn, SumLoss, as_sum, default_num_items
-from ..pipeline.partition import partition
+from ..pipeline.costs import Costs
+from ..pipeline.criterion import SumLoss, as_sum, default_num_items
 from ..pipeline.runtime import Interpreter
 from ..pipeline.stage import Stage, Unit
 from ..topology import Topology
@@ -34,29 +34,9 @@ from .model import (
     separate_ties,
     units_of,
 )
+from .options import Options
+from .plan import make_plan
 from .programs import Programs
-
-
-@dataclass
-class Options:
-    """The engine's arguments, as ``Engine`` documents them."""
-
-    loss_fn: LossFn
-    optimizer: Callable[..., torch.optim.Optimizer]
-    num_items: Callable[[Any], Tensor | int] | None = None
-    param_groups: Callable[[str, nn.Parameter], Group] | None = None
-    lr_schedule: Callable[[int], float] | None = None
-    schedule: str = "1f1b"
-    num_microbatches: int = 1
-    num_chunks: int | None = None
-    partition: str | Sequence[int] = "parameters"
-    zero: int = 1
-    precision: str = "fp32"
-    recompute: str = "none"
-    init: Callable[[str, Tensor], object] | None = None
-    compile: bool = False
-    timeout: float = 600.0
-    seed: int = 0
 
 
 @dataclass
@@ -66,6 +46,7 @@ class Parts:
     topology: Topology
     facts: dict[str, Facts]
     cuts: list[tuple[int, int]]
+    costs: Costs | None
     stages: dict[int, Stage]
     interpreter: Interpreter
     programs: Programs
@@ -93,10 +74,9 @@ def assemble(model: nn.Module, topology: Topology, options: Options) -> Parts:
     check_values(units, options.precision, options.init is not None)
     loss_fn = as_sum(options.loss_fn)
     num_items = options.num_items or default_num_items(options.loss_fn)
-    programs = Programs(options.schedule, topology.pp, options.num_chunks, options.num_microbatches)
-    _refuse_compiled_split(options, programs)
     facts = facts_of(units)
-    cuts = partition(_costs(units, facts), programs.num_stages, options.partition)
+    programs, cuts, costs = make_plan(units, facts, topology, options)
+    _refuse_compiled_split(options, programs)
     _refuse_far_ties(facts, cuts)
     groups, group_of = _groups(units, facts, options.param_groups)
     check_elementwise(options.optimizer, groups, topology.device)
@@ -132,6 +112,7 @@ def assemble(model: nn.Module, topology: Topology, options: Options) -> Parts:
         topology,
         facts,
         cuts,
+        costs,
         stages,
         Interpreter(stages, len(home), borders, topology.describe()),
         programs,
@@ -142,14 +123,6 @@ def assemble(model: nn.Module, topology: Topology, options: Options) -> Parts:
         num_items,
         ledger,
     )
-
-
-def _costs(units: list[Unit], facts: dict[str, Facts]) -> list[float]:
-    """Parameters of each unit in the whole model, a tied one at each of its uses."""
-    costs = [0.0] * len(units)
-    for fact in facts.values():
-        costs[fact.unit] += torch.Size(fact.shape).numel()
-    return costs
 
 
 def _refuse_compiled_split(options: Options, programs: Programs) -> None:

@@ -2,11 +2,37 @@
 
 from __future__ import annotations
 
-from ..pipeline.actions import Action, Op, Program, show
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from ..pipeline.actions import Action, Op, Program, Schedule, show
 from ..pipeline.passes import add_communication, lower
 from ..pipeline.schedules import build, forward_only
 from ..pipeline.simulate import Timeline, simulate
 from ..topology import Axis
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where programs come from.
+
+    ``training`` and ``evaluation`` give the computes of a step of so many microbatches. ``lowered``
+    is a whole program for ``num_microbatches``, messages and all, where the user gave one.
+    """
+
+    name: str
+    num_microbatches: int
+    training: Callable[[int], Schedule]
+    evaluation: Callable[[int], Schedule]
+    lowered: Program | None = None
+
+
+def named(name: str, num_ranks: int, num_microbatches: int, num_chunks: int | None) -> Source:
+    """A schedule by its name."""
+    make = partial(build, name, num_ranks, num_chunks=num_chunks)
+    evaluate = partial(forward_only, name, num_ranks, num_chunks=num_chunks)
+    return Source(name, num_microbatches, make, evaluate)
 
 
 class Programs:
@@ -16,25 +42,27 @@ class Programs:
     program at once refuses a schedule before anything is sent.
     """
 
-    def __init__(
-        self, schedule: str, pp: Axis, num_chunks: int | None, num_microbatches: int
-    ) -> None:
-        first = build(schedule, pp.size, num_microbatches, num_chunks)
-        self.schedule, self.pp, self.num_chunks = schedule, pp, num_chunks
-        self.num_microbatches = num_microbatches
-        self.rank_of_stage = first.rank_of_stage
+    def __init__(self, source: Source, pp: Axis) -> None:
+        self.source, self.pp = source, pp
+        self.num_microbatches = source.num_microbatches
+        self.rank_of_stage = source.training(self.num_microbatches).rank_of_stage
         self._made: dict[tuple[int, bool, bool], Program] = {}
-        self.timeline: Timeline = simulate(self.whole(num_microbatches))
+        self.whole(self.num_microbatches)
 
     @property
     def splits_backward(self) -> bool:
         """Whether input and weight gradients are actions of their own."""
-        return any(action.op is Op.WEIGHT_GRAD for action in self.mine(self.num_microbatches))
+        whole = self.whole(self.num_microbatches)
+        return any(action.op is Op.WEIGHT_GRAD for actions in whole for action in actions)
 
     @property
     def num_stages(self) -> int:
         """Of the whole model."""
         return len(self.rank_of_stage)
+
+    def timeline(self) -> Timeline:
+        """A training step on paper, as if all stages cost the same."""
+        return simulate(self.whole(self.num_microbatches))
 
     def whole(self, num_microbatches: int, training: bool = True, ahead: bool = True) -> Program:
         """All ranks' actions. ``ahead``: receives are posted one compute before they are needed.
@@ -43,11 +71,7 @@ class Programs:
         """
         key = num_microbatches, training, ahead
         if key not in self._made:
-            make = build if training else forward_only
-            schedule = make(self.schedule, self.pp.size, num_microbatches, self.num_chunks)
-            early = 1 if ahead else 0
-            add = lower if training else add_communication
-            program = add(schedule, early=early)
+            program = self._make(*key)
             simulate(program)
             self._made[key] = program
         return self._made[key]
@@ -61,3 +85,12 @@ class Programs:
     def text(self) -> str:
         """The training program as executed, one line per pipeline rank."""
         return show(self.whole(self.num_microbatches)) + "\n"
+
+    def _make(self, num_microbatches: int, training: bool, ahead: bool) -> Program:
+        source, early = self.source, int(ahead)
+        if not training:
+            return add_communication(source.evaluation(num_microbatches), early=early)
+        schedule = source.training(num_microbatches)
+        if source.lowered is not None and ahead:
+            return source.lowered
+        return lower(schedule, early=early)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from .actions import Action, Op, show_actions
+from .actions import COMPUTE, Action, Op, show_actions
 from .border import Border
 from .stage import Stage
 
@@ -24,6 +24,19 @@ class Criterion(Protocol):
 
     def backward(self, microbatch: int) -> list[Tensor]:
         """Gradients of the model's outputs that need one."""
+
+
+class Observer(Protocol):
+    """Is told what the interpreter does, as it does it."""
+
+    def waits(self, action: Action) -> None:
+        """The action's turn has come; what it needs from another rank may not be there yet."""
+
+    def begins(self, action: Action) -> None:
+        """A compute action has its input and starts."""
+
+    def ends(self, action: Action) -> None:
+        """The action is done."""
 
 
 @dataclass
@@ -58,17 +71,23 @@ class Interpreter:
         borders: for each stage index ``s`` that this rank shares with another rank, the border
             between ``s - 1`` and ``s``; a border inside the rank has none and hands over directly.
         where: how error notes name this rank.
+
+    Attributes:
+        observers: each is told of every action.
     """
 
     def __init__(
         self, stages: dict[int, Stage], num_stages: int, borders: dict[int, Border], where: str
     ) -> None:
         self.stages, self.num_stages, self.borders, self.where = stages, num_stages, borders, where
-        self._do: dict[Op, Callable[[Step, int, int], None]] = {
+        self.observers: list[Observer] = []
+        self._compute: dict[Op, Callable[[Step, int, int, Any], None]] = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
             Op.INPUT_GRAD: self._input_grad,
             Op.WEIGHT_GRAD: self._weight_grad,
+        }
+        self._move: dict[Op, Callable[[Step, int, int], None]] = {
             Op.SEND_FORWARD: self._send_forward,
             Op.RECV_FORWARD: self._receive_forward,
             Op.SEND_BACKWARD: self._send_backward,
@@ -82,7 +101,7 @@ class Interpreter:
             stage.train(step.training)
         for at, action in enumerate(actions):
             try:
-                self._do[action.op](step, action.stage, action.microbatch)
+                self._perform(step, action)
             except Exception as error:
                 before = show_actions(list(actions[max(0, at - 3) : at]))
                 error.add_note(
@@ -94,13 +113,34 @@ class Interpreter:
         for border in self.borders.values():
             border.flush()
 
-    def _forward(self, step: Step, index: int, microbatch: int) -> None:
+    def _perform(self, step: Step, action: Action) -> None:
+        self._tell("waits", action)
+        index, op, microbatch = action
+        if op in COMPUTE:
+            given = self._input(step, action)
+            self._tell("begins", action)
+            self._compute[op](step, index, microbatch, given)
+        else:
+            self._move[op](step, index, microbatch)
+        self._tell("ends", action)
+
+    def _tell(self, what: str, action: Action) -> None:
+        for observer in self.observers:
+            getattr(observer, what)(action)
+
+    def _input(self, step: Step, action: Action) -> Any:
+        """What a compute works on, once it is there."""
+        index, op, microbatch = action
+        if op is Op.FORWARD:
+            if index == 0:
+                return step.inputs[microbatch]
+            return self._take(step, "forward", index, microbatch)
+        if op is Op.WEIGHT_GRAD or index == self.num_stages - 1:
+            return None
+        return self._take(step, "backward", index, microbatch)
+
+    def _forward(self, step: Step, index: int, microbatch: int, x: Any) -> None:
         stage = self.stages[index]
-        x = (
-            step.inputs[microbatch]
-            if index == 0
-            else self._take(step, "forward", index, microbatch)
-        )
         seed = step.seeds[microbatch]
         y = stage.forward(microbatch, x, seed) if step.training else stage.evaluate(x, seed)
         if index < self.num_stages - 1:
@@ -109,28 +149,30 @@ class Interpreter:
             assert step.criterion is not None
             step.criterion.forward(microbatch, y)
 
-    def _backward(self, step: Step, index: int, microbatch: int) -> None:
-        gradients = self._output_gradients(step, index, microbatch)
+    def _backward(self, step: Step, index: int, microbatch: int, given: Any) -> None:
+        gradients = self._output_gradients(step, index, microbatch, given)
         last = index in step.reducing
         gradients = self.stages[index].backward(microbatch, gradients, last)
         if index > 0:
             self._give(step, "backward", index - 1, microbatch, gradients)
 
-    def _input_grad(self, step: Step, index: int, microbatch: int) -> None:
-        gradients = self._output_gradients(step, index, microbatch)
+    def _input_grad(self, step: Step, index: int, microbatch: int, given: Any) -> None:
+        gradients = self._output_gradients(step, index, microbatch, given)
         gradients = self.stages[index].input_grad(microbatch, gradients)
         if index > 0:
             self._give(step, "backward", index - 1, microbatch, gradients)
 
-    def _weight_grad(self, step: Step, index: int, microbatch: int) -> None:
+    def _weight_grad(self, step: Step, index: int, microbatch: int, given: None) -> None:
         self.stages[index].weight_grad(microbatch, index in step.reducing)
 
-    def _output_gradients(self, step: Step, index: int, microbatch: int) -> list[Tensor]:
-        if index == self.num_stages - 1:
-            assert step.criterion is not None
-            return step.criterion.backward(microbatch)
-        gradients: list[Tensor] = self._take(step, "backward", index, microbatch)
-        return gradients
+    def _output_gradients(
+        self, step: Step, index: int, microbatch: int, given: list[Tensor] | None
+    ) -> list[Tensor]:
+        """Those that came, or on the last stage those of the loss."""
+        if given is not None:
+            return given
+        assert step.criterion is not None
+        return step.criterion.backward(microbatch)
 
     def _send_forward(self, step: Step, index: int, microbatch: int) -> None:
         y = step.handed.pop(("forward", index + 1, microbatch))

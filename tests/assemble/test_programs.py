@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from parallel3d.assemble.programs import Programs
+from parallel3d.assemble.programs import Programs, named
 from parallel3d.pipeline.schedules import NAMES
 from parallel3d.topology import Axis
 
@@ -11,9 +11,13 @@ def pp(size: int, rank: int = 0) -> Axis:
     return Axis("pp", size, rank, tuple(range(size)))
 
 
+def programs_of(name: str, axis: Axis, num_microbatches: int) -> Programs:
+    return Programs(named(name, axis.size, num_microbatches, None), axis)
+
+
 def test_an_unknown_schedule_is_refused() -> None:
     with pytest.raises(ValueError, match="1f2b"):
-        Programs("1f2b", pp(2), None, 4)
+        programs_of("1f2b", pp(2), 4)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -22,7 +26,7 @@ def test_each_rank_has_its_line_of_the_program_also_for_few_microbatches(
     name: str, size: int
 ) -> None:
     for rank in range(size):
-        programs = Programs(name, pp(size, rank), None, 3)
+        programs = programs_of(name, pp(size, rank), 3)
         for count in (1, 2, 3, 7):
             for training in (True, False):
                 whole = programs.whole(count, training)
@@ -37,11 +41,11 @@ def test_each_rank_has_its_line_of_the_program_also_for_few_microbatches(
 
 @pytest.mark.parametrize(("name", "splits"), [("1f1b", False), ("zb-h1", True), ("zbv", True)])
 def test_zero_bubble_schedules_split_the_backward(name: str, splits: bool) -> None:
-    assert Programs(name, pp(2), None, 4).splits_backward is splits
+    assert programs_of(name, pp(2), 4).splits_backward is splits
 
 
 def test_the_text_has_a_line_for_each_rank() -> None:
-    programs = Programs("1f1b", pp(3), None, 4)
+    programs = programs_of("1f1b", pp(3), 4)
     lines = programs.text().splitlines()
     assert len(lines) == programs.num_stages == 3
     assert all("REDUCE" in line for line in lines)
