@@ -11,14 +11,7 @@ from typing import NamedTuple
 
 from parallel3d.pipeline.actions import Action, Op
 from parallel3d.pipeline.dependencies import Dependencies
-
-
-class Span(NamedTuple):
-    """One compute action and when it runs."""
-
-    action: Action
-    start: float
-    end: float
+from parallel3d.pipeline.walk import Span
 
 
 class Bytes(NamedTuple):

@@ -1,19 +1,13 @@
-"""Run a program on paper: prove that it ends; say when each action runs and what a rank keeps.
-
-The proof is for the strictest world. One communicator per (sender, receiver, activations or
-gradients) delivers in order, and a send ends only when its receive is reached: posted, and first of
-those that its channel has not yet served. Time is kinder, as on a device: a posted send does not
-hold up the computes behind it.
-"""
+"""Run a program on paper: prove that it ends; say when each action runs and what a rank keeps."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from parallel3d.pipeline.actions import COMPUTE, SENDS, Action, Op, Program, show_actions
+from parallel3d.pipeline.actions import Op, Program
 from parallel3d.pipeline.check import check
 from parallel3d.pipeline.costs import Costs
-from parallel3d.pipeline.dependencies import Dependencies, receive_of
-from parallel3d.pipeline.memory import Bytes, Span, peak_bytes, peak_count
+from parallel3d.pipeline.memory import Bytes, peak_bytes, peak_count
+from parallel3d.pipeline.walk import Span, Walk
 
 Amounts = float | Sequence[float]
 
@@ -72,8 +66,8 @@ def simulate(
     that of all stages of a rank, so that a chunk of ``v`` has 1/v of it; a sequence gives each
     stage its own. ``comm`` is the time of one message.
 
-    Raises ValueError for what ``check`` refuses, and if the program cannot finish: then the message
-    names who waits for whom.
+    Raises ValueError for what ``check`` refuses, and if the program cannot finish, as told by
+    ``Walk``: then the message names who waits for whom.
     """
     rules = check(program)
     num_stages = len(rules.home)
@@ -88,11 +82,11 @@ def simulate(
         Op.WEIGHT_GRAD: weight_grad,
         Op.BACKWARD: [a + b for a, b in zip(input_grad, weight_grad, strict=True)],
     }
-    run = _Run(program, rules, durations, comm)
-    run.run()
+    walk = Walk(program, rules, durations, comm)
+    walk.run()
     counts = [peak_count(actions) / num_chunks for actions in program]
-    held = [peak_bytes(spans, Bytes(*sizes), rules, run.done) for spans in run.spans]
-    return Timeline(run.spans, counts, held)
+    held = [peak_bytes(spans, Bytes(*sizes), rules, walk.done) for spans in walk.spans]
+    return Timeline(walk.spans, counts, held)
 
 
 def simulate_costs(program: Program, costs: Costs) -> Timeline:
@@ -117,71 +111,3 @@ def _per_stage(amounts: Amounts, num_stages: int, num_chunks: int) -> list[float
             f"{len(amounts)} values for {num_stages} stages: give one a stage, or a number"
         )
     return list(amounts)
-
-
-class _Run:
-    """A walk over the ranks, each as far as it comes, until all have ended or none can move."""
-
-    def __init__(
-        self, program: Program, rules: Dependencies, durations: dict[Op, list[float]], comm: float
-    ) -> None:
-        self.program, self.rules, self.durations, self.comm = program, rules, durations, comm
-        self.at = [0] * len(program)
-        self.clock = [0.0] * len(program)
-        self.done: dict[Action, float] = {}  # when the result of an action is there for its reader
-        self.free: dict[tuple[int, int, Op], float] = {}  # when a channel can take its next message
-        self.spans: list[list[Span]] = [[] for _ in program]
-
-    def run(self) -> list[list[Span]]:
-        moved = True
-        while moved:
-            moved = max(map(self._advance, range(len(self.program))), default=False)
-        stuck = [rank for rank, actions in enumerate(self.program) if self.at[rank] < len(actions)]
-        if stuck:
-            raise ValueError(self._waiting(stuck[0]))
-        return self.spans
-
-    def _advance(self, rank: int) -> bool:
-        start, actions = self.at[rank], self.program[rank]
-        while self.at[rank] < len(actions):
-            action = actions[self.at[rank]]
-            needs = self.rules.needs(action)
-            if any(need not in self.done for need in needs):
-                break
-            self._perform(rank, action, needs)
-            self.at[rank] += 1
-        return self.at[rank] > start
-
-    def _perform(self, rank: int, action: Action, needs: list[Action]) -> None:
-        start = max([self.clock[rank], *(self._arrival(need, rank) for need in needs)])
-        if action.op in COMPUTE:
-            self.clock[rank] = start + self.durations[action.op][action.stage]
-            self.spans[rank].append(Span(action, start, self.clock[rank]))
-            self.done[action] = self.clock[rank]
-        elif action.op in SENDS:
-            channel = (rank, self.rules.rank_of[receive_of(action)], action.op)
-            self.free[channel] = max(start, self.free.get(channel, 0.0)) + self.comm
-            self.done[action] = self.free[channel]
-        else:
-            self.done[action] = self.clock[rank]
-
-    def _arrival(self, need: Action, rank: int) -> float:
-        """When ``rank`` has what it needs; in a compute-only program results of others travel."""
-        is_far = need.op in COMPUTE and self.rules.rank_of[need] != rank
-        return self.done[need] + self.comm * is_far
-
-    def _waiting(self, rank: int) -> str:
-        """Follow who waits for whom until a rank comes twice, and tell that circle."""
-        chain: dict[int, str] = {}
-        while rank not in chain:
-            action = self.program[rank][self.at[rank]]
-            need = next(need for need in self.rules.needs(action) if need not in self.done)
-            chain[rank] = f"rank {rank} at {action} waits for {need}"
-            rank = self.rules.rank_of[need]
-        circle = list(chain)[list(chain).index(rank) :]
-        lines = ["program cannot finish: " + ", ".join(chain[rank] for rank in circle)]
-        for rank in circle:
-            at, actions = self.at[rank], self.program[rank]
-            before = show_actions(actions[max(0, at - 3) : at])
-            lines.append(f"  rank {rank}: {before} >>> {actions[at]}")
-        return "\n".join(lines)

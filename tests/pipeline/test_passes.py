@@ -99,7 +99,7 @@ def test_two_sends_or_receives_of_a_channel_swapped_are_refused(p: int) -> None:
         mutants = list(_swapped(program, op))
         assert mutants
         for mutant in mutants:
-            with pytest.raises(ValueError, match="both ends of a channel must keep one order"):
+            with pytest.raises(ValueError, match="cannot finish: .* waits for .* stands behind"):
                 simulate(mutant)
 
 
@@ -131,7 +131,10 @@ def test_a_receive_posted_after_its_compute_is_refused() -> None:
 
 def test_lowering_names_the_circle_of_a_schedule_that_cannot_finish() -> None:
     schedule = Schedule(parse("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1"), [0, 1], 1)
-    with pytest.raises(ValueError, match=r"rank 0 at 0B0 waits for 1B0, rank 1 at 1F1 waits for"):
+    with pytest.raises(
+        ValueError,
+        match=r"0B0 waits for 1B0, .* 1F1 on rank 1, which waits for 0F1, .* 0B0 on rank 0",
+    ):
         lower(schedule)
 
 

@@ -79,19 +79,52 @@ def test_neighbours_that_both_send_first_are_refused_and_named() -> None:
         simulate(program)
     assert str(error.value).splitlines() == [
         "program cannot finish: rank 0 at 0SEND_F1 waits for 1RECV_F1,"
-        " rank 1 at 1SEND_B0 waits for 0RECV_B0",
+        " which stands behind 1SEND_B0 on rank 1, which waits for 0RECV_B0,"
+        " which stands behind 0SEND_F1 on rank 0",
         "  rank 0: 0F0 0SEND_F0 0F1 >>> 0SEND_F1",
         "  rank 1: 1RECV_F0 1F0 1B0 >>> 1SEND_B0",
     ]
 
 
+@pytest.mark.report("NVIDIA/nccl#479")
+def test_a_crossed_order_at_the_two_ends_of_a_channel_is_refused_as_a_circle() -> None:
+    sent = "0F0 0F1 0F2 0SEND_F2 0SEND_F0 0SEND_F1\n1RECV_F0 1RECV_F1 1F0 1F1 1RECV_F2 1F2"
+    posted = "0F0 0F1 0F2 0SEND_F0 0SEND_F1 0SEND_F2\n1RECV_F1 1RECV_F2 1RECV_F0 1F0 1F1 1F2"
+    with pytest.raises(ValueError) as error:
+        simulate(parse(sent.replace("1F0 1F1 1RECV_F2", "1RECV_F2 1F0 1F1")))
+    assert str(error.value).splitlines() == [
+        "program cannot finish: rank 0 at 0SEND_F2 waits for 1RECV_F2,"
+        " which stands behind 1RECV_F1 on rank 1, which stands behind 1RECV_F0 on rank 1,"
+        " which waits for 0SEND_F0, which stands behind 0SEND_F2 on rank 0",
+        "  rank 0: 0F0 0F1 0F2 >>> 0SEND_F2",
+        "  rank 1: 1RECV_F0 1RECV_F1 1RECV_F2 >>> 1F0",
+    ]
+    with pytest.raises(
+        ValueError, match="0SEND_F2 waits for 1RECV_F2, .* 1F0 on rank 1, .*SEND_F0"
+    ):
+        simulate(parse(sent))
+    with pytest.raises(
+        ValueError, match="0SEND_F0 waits for 1RECV_F0, .* 1RECV_F2 .* for 0SEND_F1"
+    ):
+        simulate(parse(posted))
+    gradients = """
+        0F0 0F1 0SEND_F0 0SEND_F1 0RECV_B0 0RECV_B1 0B0 0B1
+        1RECV_F0 1RECV_F1 1F0 1F1 1B0 1B1 1SEND_B1 1SEND_B0
+    """
+    with pytest.raises(ValueError, match="1SEND_B1 waits for 0RECV_B1, .* 0RECV_B0 on rank 0"):
+        simulate(parse(gradients))
+
+
 def test_a_circle_of_computes_is_named_without_the_ranks_that_only_wait_for_it() -> None:
     program = parse("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1\n2F0 2F1 2B0 2B1")
-    circle = "rank 1 at 1B0 waits for 2B0, rank 2 at 2F1 waits for 1F1\n"
+    circle = (
+        "rank 1 at 1B0 waits for 2B0, which stands behind 2F1 on rank 2,"
+        " which waits for 1F1, which stands behind 1B0 on rank 1\n"
+    )
     with pytest.raises(ValueError, match=f"^program cannot finish: {circle}"):
         simulate(program)
     alone = parse("0B0 0F0\n1F0 1B0")
-    with pytest.raises(ValueError, match=r"cannot finish: rank 0 at 0B0 waits for 0F0\n"):
+    with pytest.raises(ValueError, match=r"0B0 waits for 0F0, which stands behind 0B0 on rank 0\n"):
         simulate(alone)
 
 
