@@ -44,9 +44,8 @@ class Walk:
         moved = True
         while moved:
             moved = max(map(self._advance, range(len(self.program))), default=False)
-        stuck = [rank for rank, actions in enumerate(self.program) if self.at[rank] < len(actions)]
-        if stuck:
-            raise ValueError(self._circle(stuck[0]))
+        for stuck in filter(None, map(self._here, range(len(self.program)))):
+            raise ValueError(self._circle(stuck))
 
     def _advance(self, rank: int) -> bool:
         start, actions = self.at[rank], self.program[rank]
@@ -87,11 +86,10 @@ class Walk:
         at, actions = self.at[rank], self.program[rank]
         return actions[at] if at < len(actions) else None
 
-    def _circle(self, rank: int) -> str:
+    def _circle(self, action: Action) -> str:
         """Follow who waits for whom until an action comes twice, and tell that circle."""
-        action = self._here(rank)
         chain: dict[Action, str] = {}
-        while action is not None and action not in chain:
+        while action not in chain:
             chain[action], action = self._reason(action)
         actions = list(chain)
         actions = actions[actions.index(action) :]
