@@ -86,6 +86,15 @@ def show(program: Program) -> str:
 
 
 def parse(text: str) -> Program:
-    """Read what ``show`` prints; empty lines are passed over."""
-    lines = filter(str.strip, text.splitlines())
-    return [[parse_action(word) for word in line.split()] for line in lines]
+    """Read what ``show`` prints; empty lines and what follows a ``#`` are passed over.
+
+    Raises ValueError with the number of the line, counted from 1, and the word that is no action.
+    """
+    program: Program = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        words = line.partition("#")[0].split()
+        try:
+            program += [[parse_action(word) for word in words]] if words else []
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from None
+    return program

@@ -25,7 +25,8 @@ def check(program: Program) -> Dependencies:
         ends = [send_of(action)] if action.op in RECEIVES else []
         for need in [*ends, *rules.needs(action)]:
             if need not in rules.rank_of:
-                raise ValueError(f"{action} on rank {rank} needs {need}, which is on no rank")
+                hint = ": write all messages or none" if need.op in SENDS | RECEIVES else ""
+                raise ValueError(f"{action} on rank {rank} needs {need}, which is on no rank{hint}")
     _check_messages(program, rules)
     return rules
 

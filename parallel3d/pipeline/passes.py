@@ -6,11 +6,13 @@ computes into all that a rank does. ``lower`` is the road from a schedule to wha
 
 from collections import deque
 
-from parallel3d.pipeline.actions import Action, Op, Program, Schedule
+from parallel3d.pipeline.actions import Action, Op, Program, Schedule, show_actions
 from parallel3d.pipeline.dependencies import Dependencies, receive_of
 from parallel3d.pipeline.simulate import simulate
 
 Channel = tuple[int, int, Op]  # sending rank, receiving rank, the op that sends
+
+_COMPLETES = frozenset({Op.BACKWARD, Op.WEIGHT_GRAD})
 
 
 def split_backward(actions: list[Action], delay: int) -> list[Action]:
@@ -37,20 +39,34 @@ def add_reduce(program: Program, each: bool = False) -> Program:
     """Put REDUCE directly before the action that completes a stage's gradients.
 
     That is the stage's last B (W where the backward is split), or with ``each`` every one: from
-    there on the stage's units are reduced as their gradients complete.
+    there on the stage's units are reduced as their gradients complete. A program that has REDUCE
+    keeps them where they are. Raises ValueError, naming the stage, if one would then reduce another
+    number of times, or at other gradients.
     """
-    return [_add_reduce(actions, each) for actions in program]
+    given = any(action.op is Op.REDUCE for actions in program for action in actions)
+    return [(_check_reduce if given else _add_reduce)(actions, each) for actions in program]
 
 
 def _add_reduce(actions: list[Action], each: bool) -> list[Action]:
-    completes = {Op.BACKWARD, Op.WEIGHT_GRAD}
-    last = {action.stage: action for action in actions if action.op in completes}
+    last = {action.stage: action for action in actions if action.op in _COMPLETES}
     out: list[Action] = []
     for action in actions:
-        if action.op in completes and (each or action == last[action.stage]):
+        if action.op in _COMPLETES and (each or action == last[action.stage]):
             out.append(action._replace(op=Op.REDUCE))
         out.append(action)
     return out
+
+
+def _check_reduce(actions: list[Action], each: bool) -> list[Action]:
+    for stage in sorted({action.stage for action in actions}):
+        own = [a for a in actions if a.stage == stage and a.op in _COMPLETES | {Op.REDUCE}]
+        right = _add_reduce([action for action in own if action.op in _COMPLETES], each)
+        if own != right:
+            raise ValueError(
+                f"the gradients of stage {stage} are completed and reduced by {show_actions(own)},"
+                f" but that must be {show_actions(right)}: put REDUCE there, or leave it out"
+            )
+    return actions
 
 
 def add_communication(schedule: Schedule, early: int = 1) -> Program:
