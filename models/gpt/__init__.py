@@ -24,6 +24,9 @@ def build(
 ) -> nn.Sequential:
     """Embedding, num_layers blocks, head: tokens [b, s] -> logits [b, s, ceil(vocab_size / tp)].
 
+    The input may be (tokens, documents [b, s]), integers: a run of equal ones is a document, whose
+    positions start at 0 and which sees no other.
+
     Cut over `topology.tp`. **Equals** `reference` of the same sizes, its logits concatenated over
     tp. ValueError unless tp divides num_heads and ffn_width.
     """

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import torch
 from einops import rearrange
 from torch import Tensor, nn
-from torch.nn.functional import gelu
+from torch.nn.functional import embedding, gelu
 
 from ..attention import causal_attention
 from ..checks import require_length, require_multiple, require_positive
 from ..layers import Layers
+from ..packed import Packed, pack, positions, unpack
 
 STD = 0.02
 
@@ -48,13 +49,18 @@ class Embedding(nn.Module):
         self.position = Positions(sizes.max_seq_len, sizes.width)
         self.dropout = layers.dropout(sizes.dropout)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, given: Packed) -> Packed:
         """Look up and add."""
-        return self.dropout(self.position(self.token(tokens)))
+        tokens, documents = unpack(given)
+        x = self.dropout(self.position(self.token(tokens), documents))
+        return pack(x, documents)
 
 
 class Positions(nn.Module):
-    """x [b, s, width] -> x + weight[:s]: a learned vector for each of max_seq_len positions."""
+    """x [b, s, width] -> x + weight[:s]: a learned vector for each of max_seq_len positions.
+
+    They start anew in each of the documents [b, s].
+    """
 
     def __init__(self, max_seq_len: int, width: int) -> None:
         super().__init__()
@@ -65,11 +71,13 @@ class Positions(nn.Module):
         """Draw from N(0, 0.02)."""
         nn.init.normal_(self.weight, std=STD)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
         """Add the first s positions; ValueError for a sequence longer than max_seq_len."""
         length = x.shape[1]
         require_length(length, self.weight.shape[0])
-        return x + self.weight[:length]
+        if documents is None:
+            return x + self.weight[:length]
+        return x + embedding(positions(documents), self.weight)
 
 
 class Block(nn.Module):
@@ -82,10 +90,11 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(sizes.width)
         self.mlp = FeedForward(layers, sizes)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, given: Packed) -> Packed:
         """Run both branches on normalised input."""
-        x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+        x, documents = unpack(given)
+        x = x + self.attention(self.norm1(x), documents)
+        return pack(x + self.mlp(self.norm2(x)), documents)
 
 
 class Attention(nn.Module):
@@ -100,12 +109,12 @@ class Attention(nn.Module):
         self.out = layers.row(width, width, bias=True, std=sizes.residual_std)
         self.out_dropout = layers.dropout(sizes.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
         """[b, s, width] -> [b, s, width] through the h heads that are here."""
         q, k, v = rearrange(
             self.qkv(x), "b s (three h d) -> three b h s d", three=3, d=self.head_dim
         )
-        y = causal_attention(q, k, v, self.dropout)
+        y = causal_attention(q, k, v, self.dropout, documents)
         return self.out_dropout(self.out(rearrange(y, "b h s d -> b s (h d)")))
 
 
@@ -131,6 +140,7 @@ class Head(nn.Module):
         self.norm = nn.LayerNorm(sizes.width)
         self.logits = layers.logits(sizes.width, sizes.vocab_size, std=STD)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, given: Packed) -> Tensor:
         """Normalise and project."""
+        x, _ = unpack(given)
         return self.logits(self.norm(x))

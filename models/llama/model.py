@@ -14,6 +14,7 @@ from torch.nn.functional import silu
 from ..attention import causal_attention
 from ..checks import require_length, require_multiple, require_positive
 from ..layers import Layers
+from ..packed import Packed, pack, unpack
 from .rotary import rotate
 
 STD = 0.02
@@ -57,10 +58,11 @@ class Embedding(nn.Module):
         self.token = layers.embedding(sizes.vocab_size, sizes.width, std=STD)
         self.dropout = layers.dropout(sizes.dropout)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, given: Packed) -> Packed:
         """Look up."""
+        tokens, documents = unpack(given)
         require_length(tokens.shape[1], self.max_seq_len)
-        return self.dropout(self.token(tokens))
+        return pack(self.dropout(self.token(tokens)), documents)
 
 
 class Block(nn.Module):
@@ -73,10 +75,11 @@ class Block(nn.Module):
         self.norm2 = nn.RMSNorm(sizes.width, eps=EPS)
         self.mlp = SwiGLU(layers, sizes)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, given: Packed) -> Packed:
         """Run both branches on normalised input."""
-        x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+        x, documents = unpack(given)
+        x = x + self.attention(self.norm1(x), documents)
+        return pack(x + self.mlp(self.norm2(x)), documents)
 
 
 class Attention(nn.Module):
@@ -97,13 +100,14 @@ class Attention(nn.Module):
         self.out = layers.row(width, width, bias=False, std=sizes.residual_std)
         self.out_dropout = layers.dropout(sizes.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
         """[b, s, width] -> [b, s, width] through the heads that are here."""
         heads = rearrange(self.qkv(x), "b s (h d) -> b h s d", d=self.head_dim)
         kv = heads.shape[1] // (self.groups + 2)
         qk, v = heads.split([(self.groups + 1) * kv, kv], dim=1)
+        # Only distances matter here, so that documents need no positions of their own.
         q, k = rotate(qk, self.theta).split([self.groups * kv, kv], dim=1)
-        y = causal_attention(q, k, v, self.dropout)
+        y = causal_attention(q, k, v, self.dropout, documents)
         return self.out_dropout(self.out(rearrange(y, "b h s d -> b s (h d)")))
 
 
@@ -117,7 +121,7 @@ class SwiGLU(nn.Module):
         self.down = layers.row(ffn_width, width, bias=False, std=sizes.residual_std)
         self.dropout = layers.dropout(sizes.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
         """[b, s, width] -> [b, s, width] through the hidden features that are here."""
         gate, up = rearrange(self.gate_up(x), "b s (two f) -> two b s f", two=2)
         return self.dropout(self.down(silu(gate) * up))
@@ -131,6 +135,7 @@ class Head(nn.Module):
         self.norm = nn.RMSNorm(sizes.width, eps=EPS)
         self.logits = layers.logits(sizes.width, sizes.vocab_size, std=STD)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, given: Packed) -> Tensor:
         """Normalise and project."""
+        x, _ = unpack(given)
         return self.logits(self.norm(x))
