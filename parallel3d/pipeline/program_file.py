@@ -52,7 +52,7 @@ def given_program(program: Program, num_ranks: int | None = None) -> Given:
     """
     if num_ranks not in (None, len(program)):
         raise ValueError(
-            f"{len(program)} lines of actions, but topology.pp = {num_ranks}: write one for each"
+            f"lines of actions: {len(program)}, but topology.pp = {num_ranks}: write one for each"
             " pipeline rank"
         )
     rules = check(program)

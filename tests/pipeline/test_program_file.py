@@ -75,9 +75,9 @@ def test_a_stage_without_reduce_beside_one_that_has_it_is_refused() -> None:
     ("text", "message"),
     [
         ("0F0 0B0\n\n# two\n1F0 1Q0", r"line 4: '1Q0' is not an action: .*0F0"),
-        ("0F0 0B0\n1F0 1B0\n2F0 2B0", "3 lines of actions, but topology.pp = 2: write one"),
-        ("0F0 0B0", "1 lines of, but topology.pp = 2"),
-        ("# nothing yet", "0 lines of actions, but topology.pp = 2"),
+        ("0F0 0B0\n1F0 1B0\n2F0 2B0", "lines of actions: 3, but topology.pp = 2: write one"),
+        ("0F0 0B0", "lines of actions: 1, but topology.pp = 2"),
+        ("# nothing yet", "lines of actions: 0, but topology.pp = 2"),
         ("0F0 0F1 0B0\n1F0 1F1 1B0 1B1", "the program has no 0B1 or 0I1"),
         ("0F0 0F1 0B0 0B1\n1F0 1B0", "the program has no 1F1"),
         ("0F0 0B0 1F0\n1B0", "1F0 is on rank 0, but stage 1 lives on rank 1"),
