@@ -39,6 +39,7 @@ AT_LEAST: dict[str, float] = {
     "checkpoint.every": 0,
     "checkpoint.keep": 1,
     "log.every": 0,
+    "log.trace": 0,
 }
 MODEL_SUPPLIED = ("topology", "vocab_size")
 

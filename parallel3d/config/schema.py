@@ -124,10 +124,11 @@ class Wandb:
 
 @dataclass(frozen=True)
 class Log:
-    """Steps between two lines of the console, and W&B."""
+    """Steps between two lines of the console, between two measured timelines, and W&B."""
 
     every: int
     wandb: Wandb
+    trace: int = 100
 
 
 @dataclass(frozen=True)
