@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss, _WeightedLoss
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from .stage import enter
+from .segment import enter
 
 IGNORED = -100
 PER_SAMPLE = (nn.MultiLabelMarginLoss, nn.MultiLabelSoftMarginLoss)

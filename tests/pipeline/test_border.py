@@ -72,8 +72,8 @@ def test_receives_of_known_shapes_are_posted_ahead_and_keep_their_order() -> Non
 @pytest.mark.report("deepspeedai/DeepSpeed#4777")
 @pytest.mark.parametrize(
     "other",
-    [torch.ones(3), torch.ones(2, dtype=torch.float64), torch.ones(2, requires_grad=True), None],
-    ids=["shape", "dtype", "gradient", "none"],
+    [torch.ones(3), torch.ones(2, dtype=torch.float64), None],
+    ids=["shape", "dtype", "none"],
 )
 def test_an_output_that_is_not_like_the_last_of_its_key_is_an_error(other: Tensor | None) -> None:
     sender, receiver = both_ends()
@@ -136,3 +136,68 @@ def test_what_is_received_may_be_worked_on_in_place_without_touching_what_was_se
     y = torch.ones(2)
     cross(sender, receiver, y).zero_()
     assert y.tolist() == [1, 1]
+
+
+def sent(border: Border) -> list[Tensor]:
+    assert isinstance(border.activations, Queue)
+    return list(border.activations.tensors)
+
+
+def floats(*needs: bool) -> tuple[Tensor, ...]:
+    return tuple(torch.rand(2 + at, requires_grad=need) for at, need in enumerate(needs))
+
+
+@pytest.mark.parametrize("key", [TRAINING, EVALUATION], ids=["training", "evaluation"])
+def test_one_leaf_that_needs_a_gradient_travels_without_flags(key: tuple[bool, int]) -> None:
+    sender, _ = both_ends()
+    for _ in range(2):
+        sender.send_forward((torch.rand(2, requires_grad=True), torch.arange(3), None), key)
+    assert [tensor.shape for tensor in sent(sender)] == [(2,), (3,)] * 2
+
+
+@pytest.mark.parametrize("needs", [(), (False,), (True, False), (True, True), (False, False)])
+def test_what_needs_a_gradient_may_change_with_every_message(needs: tuple[bool, ...]) -> None:
+    sender, receiver = both_ends()
+    cross(sender, receiver, floats(*needs))
+    for at in range(2 ** len(needs)):
+        changed = [bool(at >> bit & 1) for bit in range(len(needs))]
+        y = floats(*changed)
+        outputs = sender.send_forward(y, TRAINING)
+        got = receiver.post_forward(TRAINING)()
+        assert [leaf.requires_grad for leaf in got] == changed
+        assert all(map(same, got, y))
+        assert [tuple(o.shape) for o in outputs] == [
+            tuple(leaf.shape) for leaf in got if leaf.requires_grad
+        ]
+        wait = sender.post_backward(outputs)
+        receiver.send_backward([torch.full_like(leaf, at) for leaf in got if leaf.requires_grad])
+        assert [gradient.shape for gradient in wait()] == [output.shape for output in outputs]
+
+
+def test_flags_are_a_byte_for_each_leaf_that_could_need_a_gradient_and_only_in_training() -> None:
+    sender, _ = both_ends()
+    y = {"a": torch.rand(2), "ids": torch.arange(3), "b": torch.rand(1, requires_grad=True)}
+    sender.send_forward(y, TRAINING)
+    flags, *_ = sent(sender)
+    assert flags.dtype == torch.uint8 and flags.tolist() == [0, 1]
+    sender, _ = both_ends()
+    sender.send_forward(y, EVALUATION)
+    assert [tensor.dtype for tensor in sent(sender)] == [torch.float32, torch.int64, torch.float32]
+
+
+def test_a_gradient_that_comes_back_for_nothing_is_dropped() -> None:
+    sender, receiver = both_ends()
+    cross(sender, receiver, floats(True))
+    outputs = sender.send_forward(floats(False), TRAINING)
+    (got,) = receiver.post_forward(TRAINING)()
+    assert got.requires_grad
+    wait = sender.post_backward(outputs)
+    receiver.send_backward([torch.ones(2)])
+    assert wait() == []
+    assert isinstance(sender.gradients, Queue) and not sender.gradients.tensors, "it was received"
+
+
+def test_in_evaluation_nothing_that_arrives_needs_a_gradient() -> None:
+    sender, receiver = both_ends()
+    assert sender.send_forward(floats(True, False), EVALUATION) == []
+    assert not any(leaf.requires_grad for leaf in receiver.post_forward(EVALUATION)())

@@ -71,21 +71,3 @@ def test_an_output_is_dropped_once_it_is_handed_on() -> None:
     assert made_by_first[0]() is None and handed() is None
     stage.backward(0, [torch.ones(3, WIDTH)])
     assert first.weight.grad is not None
-
-
-def test_an_input_is_dropped_once_the_backward_of_its_unit_has_ended() -> None:
-    inputs: list[weakref.ref[Tensor]] = []
-    alive: list[int] = []
-
-    def keep(module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
-        inputs.append(weakref.ref(args[0]))
-
-    def count(unit: int) -> None:
-        alive.append(sum(kept() is not None for kept in inputs[:3]))
-
-    modules = [linear(), linear(), linear()]
-    for module in modules:
-        module.register_forward_hook(keep)
-    stage = stage_of(modules, recompute=True, check=count)
-    stage.backward(0, gradients_for(stage.forward(0, hidden(), seed=0)))
-    assert alive == [3, 2, 1], "counted right after the backward of units 2, 1, 0"

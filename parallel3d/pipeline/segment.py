@@ -1,0 +1,160 @@
+"""A unit, and a segment: its piece of the autograd graph of one microbatch.
+
+[Note: segments] A unit is given detached leaves through an identity function, so that it may work
+in place; the gradient edge of each output is kept and the output itself dropped once handed on. So
+the moment a unit is about to be used, and the moment its gradients are complete, are known without
+hooks, and recompute is per unit. The numbers are those of one graph over all units, bit for bit.
+
+[Note: aliases] A unit's outputs that share memory are handed on as separate copies. A unit that
+worked in place on one would change the other too, but only while both lie on one rank, and each
+would get a gradient that knows nothing of the other.
+
+[Note: outlines] A segment that will be repeated is run with its graph all the same, and the graph
+dropped at once. Only so is it known which outputs need a gradient, and only so are its kernels and
+its compiled code those of the repeat. It needs no more memory than the repeat will.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from ..rng import reseed, seed_of
+
+Outputs = tuple[list[Any], TreeSpec]
+
+
+class Unit(NamedTuple):
+    """One element of the model: its number and name in the whole model, and the module."""
+
+    number: int
+    name: str
+    module: nn.Module
+
+    def run(self, leaves: list[Any], spec: TreeSpec, seed: int) -> Outputs:
+        """What the module makes of the pytree, with the random numbers of the unit's key."""
+        reseed(seed_of(seed, self.number))
+        return tree_flatten(self.module(tree_unflatten(leaves, spec)))
+
+
+class Segment:
+    """What a unit keeps of one microbatch until its backward: its input, and its graph.
+
+    ``x`` is a pytree of leaves, ``seed`` the key of the microbatch's random numbers.
+    """
+
+    def __init__(self, unit: Unit, x: Any, seed: int) -> None:
+        self.unit, self.seed = unit, seed
+        self.leaves, self.spec = tree_flatten(x)
+        self.needs: list[bool] = []
+        self.edges: list[GradientEdge] = []
+        self.versions: list[int] = []
+
+    def forward(self) -> Any:
+        """Run the unit with a graph; the outputs come back as leaves of the next unit."""
+        return hand_on(*self._trace(), self.needs)
+
+    def outline(self) -> Any:
+        """As ``forward``, but the graph is dropped: ``repeat`` makes it again.
+
+        Raises RuntimeError if the unit has written into its input or a buffer.
+        """
+        self.versions = self._versions()
+        outputs = self.forward()
+        self.edges = []
+        self._check_repeatable()
+        return outputs
+
+    def repeat(self) -> None:
+        """Make the graph that ``outline`` has dropped, from the same input."""
+        self._check_repeatable()
+        needs = self.needs
+        self._trace()
+        if self.needs != needs:
+            raise RuntimeError(
+                f"unit {self.unit.name} gives outputs of which others need a gradient when its "
+                f"forward is repeated: use recompute.mode=none"
+            )
+
+    def backward(self, gradients: list[Tensor]) -> list[Tensor]:
+        """From the gradients of the outputs that need one to those of the inputs that do.
+
+        All that was kept is let go, and so is what is in ``gradients``: the list is emptied.
+        """
+        edges, self.edges = self.edges, []
+        assert len(edges) == len(gradients), "one gradient for each output that needs one"
+        if edges:
+            torch.autograd.backward(edges, gradients)
+        del edges
+        gradients.clear()
+        leaves, self.leaves = self.leaves, []
+        return [
+            torch.zeros_like(leaf) if leaf.grad is None else _contiguous(leaf.grad)
+            for leaf in filter(_needs_grad, leaves)
+        ]
+
+    def _trace(self) -> Outputs:
+        with torch.enable_grad():
+            leaves = [enter(leaf) for leaf in self.leaves]
+            outputs, spec = self.unit.run(leaves, self.spec, self.seed)
+        self.needs = [_needs_grad(output) for output in outputs]
+        self.edges = [get_gradient_edge(output) for output in filter(_needs_grad, outputs)]
+        return outputs, spec
+
+    def _versions(self) -> list[int]:
+        """How often what a repeated forward would start from has been written."""
+        tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+        return [tensor._version for tensor in (*tensors, *self.unit.module.buffers())]
+
+    def _check_repeatable(self) -> None:
+        if self.versions != self._versions():
+            raise RuntimeError(
+                f"unit {self.unit.name} changes its input or a buffer in place, so its forward "
+                f"cannot be repeated: use recompute.mode=none, or let it work on a copy"
+            )
+
+
+class _Enter(Function):
+    """The identity, so that a unit never sees the leaf itself and may work in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def enter(leaf: Any) -> Any:
+    """A leaf as it is given to who may work on it in place."""
+    return _Enter.apply(leaf) if _needs_grad(leaf) else leaf
+
+
+def hand_on(outputs: list[Any], spec: TreeSpec, needs: list[bool]) -> Any:
+    """Outputs as leaves of the next unit: contiguous, and no two of them in one memory."""
+    handed, seen = [], set()
+    for output, need in zip(outputs, needs, strict=True):
+        if isinstance(output, Tensor):
+            output = _contiguous(output.detach())
+            address = output.untyped_storage().data_ptr()
+            if address in seen:
+                output = output.clone()
+            seen.add(address)
+            output.requires_grad_(need)
+        handed.append(output)
+    return tree_unflatten(handed, spec)
+
+
+def _contiguous(tensor: Tensor) -> Tensor:
+    """In the plain layout, which is how it could travel: no strides, no lazy conjugation."""
+    return tensor.resolve_conj().resolve_neg().contiguous()
+
+
+def _needs_grad(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
