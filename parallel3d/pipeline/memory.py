@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from parallel3d.pipeline.actions import Action, Op
+from parallel3d.pipeline.actions import Action, Op, Program
 from parallel3d.pipeline.dependencies import Dependencies
 from parallel3d.pipeline.walk import Span
 
@@ -31,6 +31,14 @@ def peak_count(actions: list[Action]) -> int:
         peak = max(peak, held)
         held -= action.op in frees
     return peak
+
+
+def in_flight(program: Program) -> list[int]:
+    """The most microbatches whose activations each stage keeps at once, stage after stage."""
+    own: dict[int, list[Action]] = {}
+    for action in (action for actions in program for action in actions):
+        own.setdefault(action.stage, []).append(action)
+    return [peak_count(own[stage]) for stage in sorted(own)]
 
 
 def peak_bytes(

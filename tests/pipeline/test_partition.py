@@ -4,7 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parallel3d.pipeline.memory import in_flight
 from parallel3d.pipeline.partition import partition
+from parallel3d.pipeline.schedules import build
 
 
 def _sizes(stages: list[tuple[int, int]]) -> list[int]:
@@ -107,11 +109,82 @@ def test_cuts_that_leave_a_stage_empty_or_miss_one_are_refused(cuts: list[int]) 
 
 
 def test_unknown_methods_stages_and_costs_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"'even' is not a way to cut: .* uniform, parameters"):
+    with pytest.raises(
+        ValueError, match=r"'even' is not a way to cut: .* uniform, parameters, flops"
+    ):
         partition([1, 1], 2, "even")
-    with pytest.raises(ValueError, match=r"'flops' is not built yet: .* uniform, parameters"):
-        partition([1, 1], 2, "flops")
     with pytest.raises(ValueError, match="0 stages"):
         partition([1, 1], 0)
     with pytest.raises(ValueError, match="a unit costs -1"):
         partition([1, -1], 2)
+
+
+def test_flops_and_measured_times_are_cut_as_parameters_are() -> None:
+    costs = [6, 1, 0, 1, 1, 0.5, 1, 6]
+    for method in ("flops", "measure"):
+        assert partition(costs, 4, method) == partition(costs, 4, "parameters")
+
+
+@given(
+    units=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=2, max_size=8),
+    kept=st.lists(st.integers(0, 4), min_size=1, max_size=4),
+    limit=st.integers(0, 60),
+)
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_a_memory_limit_leaves_the_least_maximum_of_the_cuts_within_it(
+    units: list[tuple[int, int]], kept: list[int], limit: int
+) -> None:
+    costs, saved = [cost + 1 for cost, _ in units], [bytes_ for _, bytes_ in units]
+    if len(units) < len(kept):
+        return
+    cuts = (
+        list(pairwise([0, *inner, len(units)]))
+        for inner in combinations(range(1, len(units)), len(kept) - 1)
+    )
+    within = [cut for cut in cuts if max(_bytes(saved, cut, kept)) <= limit]
+    if within:
+        found = partition(costs, len(kept), "measure", memory=saved, in_flight=kept, limit=limit)
+        assert max(_bytes(saved, found, kept)) <= limit
+        least = min(_unevenness(_sums(costs, cut)) for cut in within)
+        assert _unevenness(_sums(costs, found)) == least
+    else:
+        with pytest.raises(ValueError, match=f"pipeline.memory_limit = {limit} bytes"):
+            partition(costs, len(kept), "measure", memory=saved, in_flight=kept, limit=limit)
+
+
+def _bytes(saved: list[int], cut: list[tuple[int, int]], kept: list[int]) -> list[int]:
+    return [each * total for each, total in zip(kept, _sums(saved, cut), strict=True)]
+
+
+def test_a_limit_that_no_cut_is_within_names_the_least_that_one_is() -> None:
+    options = {"memory": [4, 4, 4, 4], "in_flight": [2, 1]}
+    with pytest.raises(ValueError, match="memory_limit = 11 bytes .* keeps less than 12: raise"):
+        partition([1] * 4, 2, limit=11, **options)
+    assert _sizes(partition([1] * 4, 2, limit=12, **options)) == [1, 3]
+    assert _sizes(partition([1] * 4, 2, limit=16, **options)) == [2, 2]
+    assert _sizes(partition([1] * 4, 2, limit=None, **options)) == [2, 2]
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("interleaved", 2), ("interleaved", 3), ("zbv", 2)])
+def test_stages_of_one_rank_share_its_limit(name: str, chunks: int) -> None:
+    schedule = build(name, 2, 8, chunks)
+    home, kept = schedule.rank_of_stage, in_flight(schedule.program)
+    costs, saved = [1] * 12, [1, 9, 1, 1, 1, 1, 5, 1, 1, 1, 1, 1]
+    options = {"memory": saved, "in_flight": kept, "rank_of_stage": home}
+    with pytest.raises(ValueError, match="no cut of the model keeps less than") as error:
+        partition(costs, len(home), limit=1, **options)
+    least = float(str(error.value).partition("less than ")[2].partition(":")[0])
+    for limit in (least, 1.2 * least, 2 * least):
+        used = [0.0] * 2
+        found = partition(costs, len(home), limit=limit, **options)
+        for stage, bytes_ in enumerate(_bytes(saved, found, kept)):
+            used[home[stage]] += bytes_
+        assert max(used) <= limit
+    assert max(_sizes(found)) == 12 // len(home)  # with room enough the limit changes nothing
+
+
+def test_stages_in_flight_are_counted_each_for_itself() -> None:
+    assert in_flight(build("1f1b", 4, 8).program) == [4, 3, 2, 1]
+    assert in_flight(build("zb-h1", 4, 8).program) == [4, 4, 4, 4]
+    assert in_flight(build("gpipe", 2, 5).program) == [5, 5]
+    assert in_flight(build("zbv", 2, 8).program) == [4, 3, 2, 1]
