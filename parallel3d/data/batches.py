@@ -16,6 +16,7 @@ from .order import permute, split
 from .store import TokenStore
 
 IGNORED = -100  # a target that counts neither in the loss nor among its items
+NO_WINDOW = -1  # in the place of a window's number: a row of padding
 CHUNK = 1 << 20  # tokens counted at a time
 
 
@@ -29,12 +30,18 @@ class TokenFiles:
     any process can make any batch, at once, and the number of processes or a resume changes
     nothing. No batch is short: one that reaches the end of an epoch goes on in the next.
 
+    With ``documents`` the windows are the same, and each token has the number of its document. A
+    document's first token is no target, as nothing that a model may see comes before it. Where a
+    window starts inside a document, what it holds of it stands alone.
+
     Args:
         path: the folder.
         seq_len: tokens a sample; ValueError names the largest that works.
         global_batch_size: samples a step over all ranks; slots count from 0 to it.
         seed: of the split and of the order.
         validation_share: the share of the documents held out, 0 <= share < 1.
+        documents: x is (tokens, documents), both int64 ``[n, seq_len]``; a token's document is its
+            number in the folder, ascending along a row. A target of another document is -100.
     """
 
     def __init__(
@@ -44,6 +51,7 @@ class TokenFiles:
         global_batch_size: int,
         seed: int = 0,
         validation_share: float = 0.05,
+        documents: bool = False,
     ) -> None:
         for name, value in (("seq_len", seq_len), ("global_batch_size", global_batch_size)):
             if not isinstance(value, int) or value < 1:
@@ -54,6 +62,7 @@ class TokenFiles:
         self.global_batch_size = global_batch_size
         self.seed = seed
         self.validation_share = validation_share
+        self.documents = documents
         train, held_out = split(self.store.num_documents, validation_share, seed)
         self._train = Documents(self.store, train)
         self._validation = Documents(self.store, held_out)
@@ -79,12 +88,15 @@ class TokenFiles:
         """A hash of the tokens and of every argument that the batches depend on."""
         parts = (self.seq_len, self.global_batch_size, self.seed, self.validation_share)
         text = " ".join([self.store.meta["content"], *map(repr, parts)])
+        if self.documents:
+            text += " documents"
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def train(self, step: int, slots: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def train(self, step: int, slots: Sequence[int]) -> tuple[Any, Tensor]:
         """The training samples of these slots of a step (from 0).
 
-        Returns (x, target), int64 ``[len(slots), seq_len]``; target is x one token later.
+        Returns (x, target), int64 ``[len(slots), seq_len]``; target is x one token later. With
+        ``documents``, x is a pair of such tensors.
         """
         sample = self._samples(step, slots)
         epoch, index = np.divmod(sample, self.num_train)
@@ -94,7 +106,7 @@ class TokenFiles:
             window[now] = permute(index[now], self.num_train, "train", self.seed, int(number))
         return self._batch(self._train, window)
 
-    def validation(self, step: int, slots: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def validation(self, step: int, slots: Sequence[int]) -> tuple[Any, Tensor]:
         """The validation samples of these slots of an evaluation step (from 0).
 
         Shaped as ``train``. Each window comes once, in one fixed shuffled order. Rows past the
@@ -103,12 +115,9 @@ class TokenFiles:
         """
         sample = self._samples(step, slots)
         there = sample < self.num_validation
-        window = permute(sample[there], self.num_validation, "validation", self.seed)
-        x = torch.zeros(len(sample), self.seq_len, dtype=torch.int64)
-        target = torch.full_like(x, IGNORED)
-        rows = torch.from_numpy(np.flatnonzero(there))
-        x[rows], target[rows] = self._batch(self._validation, window)
-        return x, target
+        window = np.full_like(sample, NO_WINDOW)
+        window[there] = permute(sample[there], self.num_validation, "validation", self.seed)
+        return self._batch(self._validation, window)
 
     def unigram_entropy(self, part: Literal["validation", "train"] = "validation") -> float:
         """Entropy of the token frequencies of a part, in nats per token; NaN if it is empty.
@@ -128,12 +137,20 @@ class TokenFiles:
             )
         return step * self.global_batch_size + slot
 
-    def _batch(self, documents: Documents, windows: np.ndarray) -> tuple[Tensor, Tensor]:
-        tokens = np.empty((len(windows), self.seq_len + 1), dtype=np.int64)
-        for row, window in zip(tokens, windows.tolist(), strict=True):
-            documents.read(window * self.seq_len, row)
-        x, target = tokens[:, :-1], tokens[:, 1:]
-        return torch.from_numpy(x.copy()), torch.from_numpy(target.copy())
+    def _batch(self, part: Documents, windows: np.ndarray) -> tuple[Any, Tensor]:
+        shape = (len(windows), self.seq_len + 1)
+        tokens, documents = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        for row, window in enumerate(windows.tolist()):
+            if window != NO_WINDOW:
+                at = window * self.seq_len
+                part.read(at, tokens[row], documents[row] if self.documents else None)
+        target = tokens[:, 1:].copy()
+        target[windows == NO_WINDOW] = IGNORED
+        target[documents[:, 1:] != documents[:, :-1]] = IGNORED
+        x = torch.from_numpy(tokens[:, :-1].copy())
+        if self.documents:
+            return (x, torch.from_numpy(documents[:, :-1].copy())), torch.from_numpy(target)
+        return x, torch.from_numpy(target)
 
 
 class Documents:
@@ -152,8 +169,11 @@ class Documents:
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def read(self, at: int, out: np.ndarray) -> None:
-        """Copy the tokens from position ``at`` on into ``out``."""
+    def read(self, at: int, out: np.ndarray, documents: np.ndarray | None = None) -> None:
+        """Copy the tokens from position ``at`` on into ``out``.
+
+        The numbers of their documents in the store go into ``documents``, of the same length.
+        """
         piece = int(np.searchsorted(self._starts, at, side="right")) - 1
         done = 0
         while done < len(out):
@@ -161,6 +181,8 @@ class Documents:
             length = min(len(out) - done, self._length(piece) - skip)
             begin = int(self._begin[piece]) + skip
             out[done : done + length] = self._store.tokens[begin : begin + length]
+            if documents is not None:
+                documents[done : done + length] = self._document_of(begin, length)
             done += length
             piece += 1
 
@@ -172,6 +194,11 @@ class Documents:
             self.read(at, part)
             total += np.bincount(part, minlength=len(total))
         return total
+
+    def _document_of(self, begin: int, length: int) -> np.ndarray:
+        """The documents of tokens that follow each other in the store; empty ones have none."""
+        places = np.arange(begin, begin + length)
+        return np.searchsorted(self._store.offsets, places, side="right") - 1
 
     def _length(self, piece: int) -> int:
         return int(self._starts[piece + 1] - self._starts[piece])
