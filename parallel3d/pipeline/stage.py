@@ -1,4 +1,10 @@
-"""A stage: consecutive units, and what its unfinished microbatches keep."""
+"""A stage: consecutive units, and what its unfinished microbatches keep.
+
+[Note: compiled layers] A compiler would trace a layer's backward into its graph, at a time when
+nothing is to be deferred, and so nothing ever would. In a stage that splits the backward, layers
+that can defer are therefore left out of the graphs of compiled units; the rest compiles around
+them. Elsewhere they compile whole.
+"""
 
 from __future__ import annotations
 
@@ -53,9 +59,9 @@ class Stage:
         self._kept: dict[int, list[Segment]] = {}
         self._deferred: dict[tuple[int, int], deque[Deferred]] = {}
         self._keeping: deque[Deferred] | None = None
-        self._deferring = [layer for unit in units for layer in _deferring(unit)] if split else []
-        for layer in self._deferring:
-            layer.defer = self._defer  # type: ignore[assignment]
+        self._deferring: list[nn.Module] = []
+        for unit in units if split else ():
+            self._deferring += _make_defer(unit.module, self._defer)
 
     @property
     def in_flight(self) -> int:
@@ -183,6 +189,17 @@ def _add_gradients(deferred: deque[Deferred]) -> None:
             parameter.grad.add_(sums.pop(key))
 
 
-def _deferring(unit: Unit) -> Iterator[nn.Module]:
-    """The layers of a unit that can make their weight's gradient later."""
-    return (module for module in unit.module.modules() if hasattr(module, "defer"))
+def _make_defer(module: nn.Module, defer: Callable[..., Tensor | None]) -> list[nn.Module]:
+    """Let the layers that can make their weight's gradient later do so; which these are."""
+    layers = [layer for layer in module.modules() if hasattr(layer, "defer")]
+    compiled = any(map(_is_compiled, module.modules()))
+    for layer in layers:
+        layer.defer = defer  # type: ignore[assignment]
+        if compiled:
+            layer.forward = torch.compiler.disable(layer.forward)
+    return layers
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """By ``module.compile()``, or by ``torch.compile(module)``."""
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
