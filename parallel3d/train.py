@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,15 @@ from .build import build_data, build_engine, build_meter, build_model
 from .checkpoint.retention import prune, step_folder
 from .config import Config, to_plain
 from .data import Prefetch
-from .engine import Engine
-from .log.memory import totals
+from .engine import Engine, StepResult
+from .log.clock import clock_of, host_offset
+from .log.memory import gather, stages, totals
 from .log.meters import Meter, Record
+from .log.recorder import Recorder
 from .log.sinks import Log, WandbSettings
+from .log.trace import write_trace
 from .memory import Memory, memory
+from .pipeline.trace import Lane, Trace
 from .report import places, report_start, write_run_files
 from .resume import Resumed, resume
 from .topology import Topology
@@ -70,31 +75,20 @@ def loop(
         data.train, slots, engine.step, steps, seed=config.seed, workers=config.data.workers
     )
     tokens = config.data.global_batch_size * config.data.seq_len
+    recorder = Recorder(clock_of(topology.device), host_offset(topology.world))
     for x, target in batches:
         engine.parts.ledger.reset()
-        with meter.timed(tokens):
+        with meter.timed(tokens), recorder.listening(engine.parts.interpreter):
             result = engine.train_step(x, target)
         step, last, val_loss = engine.step, engine.step == steps, None
-        kept = memory(engine.parts) if topology.rank == 0 else Memory(0, 0, 0)
-        sent = totals(topology.world, topology.device, engine.parts.ledger.bytes())
+        record, extra = record_of(engine, result, meter, recorder)
         if due(step, config.train.eval_every) or (last and config.train.eval_every):
             val_loss = evaluate(config, topology, data, engine)
             log.evaluated(step, math.nan if val_loss is None else val_loss)
-        log.step(
-            Record(
-                step=step,
-                loss=result.loss,
-                grad_norm=result.grad_norm,
-                lr=result.lr,
-                skipped=result.skipped,
-                memory_parameters=kept.parameters,
-                memory_gradients=kept.gradients,
-                memory_optimizer=kept.optimizer,
-                **sent._asdict(),
-                **meter.rates(),
-            )
-        )
+        log.step(record, extra)
         stop = stopping()
+        if due(step, config.log.trace) or ((last or stop) and config.log.trace):
+            write_trace(folder / "trace.json", topology, recorder.read(), about(config, engine))
         if due(step, config.checkpoint.every) or last or stop:
             checkpoints = folder / "checkpoints"
             fingerprint = getattr(data, "fingerprint", None)
@@ -108,6 +102,37 @@ def loop(
             prune(checkpoints, config.checkpoint.keep, topology.world)
         if stop:
             break
+
+
+def record_of(
+    engine: Engine, result: StepResult, meter: Meter, recorder: Recorder
+) -> tuple[Record, dict[str, float]]:
+    """A step's line, and what W&B has besides. Collective: the one message of the log a step."""
+    topology, parts = engine.topology, engine.parts
+    kept = memory(parts) if topology.rank == 0 else Memory(0, 0, 0)
+    ranks = gather(topology.world, topology.device, parts.ledger.bytes(), recorder.window())
+    held = stages(ranks, topology.grid, parts.programs.rank_of_stage)
+    record = Record(
+        step=engine.step,
+        loss=result.loss,
+        grad_norm=result.grad_norm,
+        lr=result.lr,
+        skipped=result.skipped,
+        memory_parameters=kept.parameters,
+        memory_gradients=kept.gradients,
+        memory_optimizer=kept.optimizer,
+        stage_bubble=tuple(stage.bubble for stage in held),
+        **totals(ranks)._asdict(),
+        **meter.rates(),
+    )
+    return record, {f"stage/{k}/memory": stage.memory for k, stage in enumerate(held)}
+
+
+def about(config: Config, engine: Engine) -> Callable[[list[Lane]], Trace]:
+    """The trace of the step that the engine has done, once it has what the ranks did."""
+    programs, costs = engine.parts.programs, engine.parts.costs
+    program = programs.whole(programs.num_microbatches)
+    return partial(Trace, config.name or "", engine.step, config.pipeline.schedule, program, costs)
 
 
 def evaluate(config: Config, topology: Topology, data: Any, engine: Engine) -> float | None:

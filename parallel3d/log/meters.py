@@ -19,7 +19,8 @@ class Record:
     the first step of the run, ``tokens_per_second`` is of the whole job, ``mfu`` is a fraction of
     the peak of all devices (None where that is not known). ``peak_memory_bytes`` is the largest of
     the ranks, ``memory_*`` are rank 0's bytes, ``bytes_*`` were sent in this step by all ranks
-    together. ``val_loss`` is None in a step that was not followed by an evaluation.
+    together. ``val_loss`` is None in a step that was not followed by an evaluation. The keys of
+    ``stage_bubble`` are ``stage/0/bubble`` and on: see ``memory.Stage``.
     """
 
     step: int
@@ -39,16 +40,18 @@ class Record:
     bytes_dp: int
     bytes_tp: int
     val_loss: float | None = None
+    stage_bubble: tuple[float, ...] = ()
 
     def row(self) -> dict[str, int | float | bool | None]:
         """The record as strict JSON takes it: not-finite is None, a missing ``val_loss`` no key."""
         row = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in asdict(self).items()
+            if key != "stage_bubble"
         }
         if self.val_loss is None:
             del row["val_loss"]
-        return row
+        return row | {f"stage/{k}/bubble": bubble for k, bubble in enumerate(self.stage_bubble)}
 
 
 class Meter:
