@@ -29,8 +29,8 @@ NARROWER = {"placement": {"topology"}, "rng": {"topology", "placement"}}
 USERS_OF_CONFIG = {"assemble", "build", "job", "report", "resume", "train"}
 # Files of pipeline that plan on numbers alone: no torch, nothing of ours but each other.
 PAPER = set(
-    "actions auto check costs cut dependencies draw greedy memory partition passes program_file "
-    "schedules simulate svg trace walk".split()
+    "actions auto check costs cut dependencies draw filling greedy memory partition passes "
+    "program_file rhythm schedules simulate svg trace walk".split()
 )
 MODELS_MAY = {"torch", "einops", "models", f"{PACKAGE}.tensor"}
 COLLECTIVES = set(

@@ -1,17 +1,23 @@
 """Schedules: functions from (ranks, microbatches, chunks) to the order of every rank's computes.
 
 ``p`` ranks, ``m`` microbatches (any number from 1 up), ``v`` chunks a rank. Stage ``s`` lives on
-rank ``s mod p`` (a loop); in the V of ``zbv`` on ``s`` going down and on ``2p-1-s`` coming back.
+rank ``s mod p`` (a loop); in the V of ``zbv``, ``v-half`` and ``v-min`` on ``s`` going down and on
+``2p-1-s`` coming back.
 """
 
 from collections.abc import Callable
+from functools import partial
 from itertools import islice, pairwise
 from typing import NamedTuple
 
 from parallel3d.pipeline.actions import COMPUTE, Action, Op, Program, Schedule
+from parallel3d.pipeline.costs import Costs
+from parallel3d.pipeline.greedy import paced
 from parallel3d.pipeline.passes import split_backward
+from parallel3d.pipeline.rhythm import Stretch, building_block, repeat
 
-Ranks = Callable[[int, int, int, int], list[Action]]  # (rank, p, m, v) -> that rank's computes
+Order = Callable[[int, int, int, int], list[Action]]  # (rank, p, m, v) -> that rank's computes
+Programs = Callable[[int, int, int], Program]  # (p, m, v) -> the computes of all ranks
 
 
 def stage_rank(stage: int, num_ranks: int, style: str = "loop") -> int:
@@ -92,23 +98,52 @@ def _zbv(rank: int, p: int, m: int, v: int) -> list[Action]:
     return [action for action in out if action.microbatch < m]
 
 
+def _v_half(p: int, m: int, v: int) -> Program:
+    """Each rank keeps p/2 + 1 microbatches: a rhythm stretched on the way out (Qi et al. 2024)."""
+    return _v_paced(p, m, Stretch(2, 1), keeps=p + 2)
+
+
+def _v_min(p: int, m: int, v: int) -> Program:
+    """Each rank keeps p/3 + 2 microbatches or less: a rhythm without gaps (Qi et al. 2024)."""
+    return _v_paced(p, m, Stretch(1, 1), keeps=2 * p // 3 + 4)
+
+
+def _v_paced(p: int, m: int, stretch: Stretch, keeps: int) -> Program:
+    """A rhythm on the V for stages of equal costs, which keeps ``keeps`` chunks."""
+    homes = [stage_rank(stage, p, "v") for stage in range(2 * p)]
+    return paced(_equal(2 * p), homes, m, stretch, limit=keeps).program
+
+
+def _equal(num_stages: int, trains: bool = True) -> Costs:
+    """Stages that cost and keep one of everything, or of a forward alone."""
+    ones, zeros = (1,) * num_stages, (0,) * num_stages
+    some = ones if trains else zeros
+    return Costs(ones, some, some, saved=some, deferred=some, output=zeros)
+
+
+def _by_rank(order: Order, p: int, m: int, v: int) -> Program:
+    return [order(rank, p, m, v) for rank in range(p)]
+
+
 class _Kind(NamedTuple):
-    order: Ranks
+    programs: Programs
     style: str
     chunks: int | None  # the one legal number, None for any
     default_chunks: int
 
 
 _KINDS = {
-    "gpipe": _Kind(_gpipe, "loop", 1, 1),
-    "1f1b": _Kind(_one_f_one_b, "loop", 1, 1),
-    "interleaved": _Kind(_interleaved, "loop", None, 2),
-    "looped-bfs": _Kind(_gpipe, "loop", None, 2),
-    "zb-h1": _Kind(_zb_h1, "loop", 1, 1),
-    "zbv": _Kind(_zbv, "v", 2, 2),
+    "gpipe": _Kind(partial(_by_rank, _gpipe), "loop", 1, 1),
+    "1f1b": _Kind(partial(_by_rank, _one_f_one_b), "loop", 1, 1),
+    "interleaved": _Kind(partial(_by_rank, _interleaved), "loop", None, 2),
+    "looped-bfs": _Kind(partial(_by_rank, _gpipe), "loop", None, 2),
+    "zb-h1": _Kind(partial(_by_rank, _zb_h1), "loop", 1, 1),
+    "zbv": _Kind(partial(_by_rank, _zbv), "v", 2, 2),
+    "v-half": _Kind(_v_half, "v", 2, 2),
+    "v-min": _Kind(_v_min, "v", 2, 2),
 }
 NAMES = tuple(_KINDS)
-_NEAREST = {"v-half": "zbv", "v-min": "zbv", "auto": "1f1b"}
+_NEAREST = {"auto": "1f1b"}
 
 
 def build(
@@ -139,7 +174,7 @@ def build(
             f"pipeline.num_chunks = {v}, but {name} has {legal} on each rank:"
             " change it, or take interleaved or looped-bfs, which have any number"
         )
-    program = [kind.order(rank, num_ranks, num_microbatches, v) for rank in range(num_ranks)]
+    program = kind.programs(num_ranks, num_microbatches, v)
     homes = [stage_rank(stage, num_ranks, kind.style) for stage in range(num_ranks * v)]
     return Schedule(program, homes, v)
 
@@ -147,20 +182,34 @@ def build(
 def forward_only(
     name: str, num_ranks: int, num_microbatches: int, num_chunks: int | None = None
 ) -> Schedule:
-    """Make the evaluation schedule over the same stages: the forwards of ``build`` in its order."""
+    """Make the evaluation schedule over the stages of ``build``: its forwards, in its order.
+
+    On a V that order makes forwards wait for each other: there it is that of ``forwards_over``.
+    """
     schedule = build(name, num_ranks, num_microbatches, num_chunks)
+    if _find(name).style == "v":
+        return forwards_over(schedule, num_microbatches)
+    return forwards_of(schedule)
+
+
+def forwards_of(schedule: Schedule) -> Schedule:
+    """Make an evaluation schedule of a training schedule: its forwards in its order."""
     return schedule._replace(program=_keep(schedule.program, {Op.FORWARD}))
 
 
 def forwards_over(schedule: Schedule, num_microbatches: int) -> Schedule:
-    """Make an evaluation schedule over the stages of any schedule, stage after stage.
+    """Make an evaluation schedule over the stages of any schedule, all ranks busy in one rhythm.
 
-    It is for programs of the user's, whose order for another number of microbatches nobody knows.
+    It is for schedules whose order for another number of microbatches nobody knows, such as
+    programs of the user's.
     """
-    held: list[list[int]] = [[] for _ in schedule.program]
-    for stage, rank in enumerate(schedule.rank_of_stage):
-        held[rank].append(stage)
-    program = [_stages(Op.FORWARD, stages, num_microbatches) for stages in held]
+    homes, v = schedule.rank_of_stage, schedule.num_chunks
+    block = building_block(_equal(len(homes), trains=False), homes, v, Stretch(1, 1))
+    assert block is not None, f"a rank does not have {v} forwards in {v} units of time"
+    program = [
+        [Action(due.stage, Op.FORWARD, due.microbatch) for due in order if due.is_forward]
+        for order in repeat(block, homes, v, num_microbatches)
+    ]
     return schedule._replace(program=program)
 
 

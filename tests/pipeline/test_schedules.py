@@ -55,7 +55,7 @@ def test_one_f_one_b_keeps_at_most_p_minus_r_activations(p: int, m: int) -> None
 
 
 @pytest.mark.report("pytorch/pytorch#128910")
-@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1", "zbv"])
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1", "zbv", "v-half", "v-min"])
 def test_activations_do_not_grow_with_the_number_of_microbatches(name: str) -> None:
     few, many = (simulate(build(name, 4, m).program).peaks for m in (8, 64))
     assert few == many
@@ -81,6 +81,23 @@ def test_chunks_divide_the_bubble(p: int, rounds: int, v: int) -> None:
 def test_zero_bubble_schedules_leave_the_papers_bubbles(p: int, extra: int) -> None:
     assert simulate(build("zb-h1", p, p + extra).program).bubble == pytest.approx(p - 1)
     assert simulate(build("zbv", p, 2 * p + extra).program).bubble == pytest.approx((p - 1) / 2)
+
+
+@given(p=ranks, m=microbatches)
+@sizes
+def test_a_slower_rhythm_on_the_v_keeps_half_or_a_third(p: int, m: int) -> None:
+    half, least = (simulate(build(name, p, m).program) for name in ("v-half", "v-min"))
+    assert half.peak <= p / 2 + 1
+    assert least.peak <= p / 3 + 2
+
+
+@given(p=st.integers(2, 16), extra=st.integers(0, 16))
+@sizes
+def test_a_slower_rhythm_on_the_v_still_waits_less_than_1f1b(p: int, extra: int) -> None:
+    m = 2 * p + extra
+    plain = simulate(build("1f1b", p, m).program).bubble
+    assert simulate(build("v-half", p, m).program).bubble <= plain / 2
+    assert simulate(build("v-min", p, m).program).bubble <= plain * 3 / 4
 
 
 @given(p=st.integers(2, 8), m=microbatches, v=st.integers(2, 4))
@@ -150,15 +167,25 @@ def test_a_program_whose_ranks_hold_unlike_numbers_of_stages_is_refused(text: st
         from_program(parse(text))
 
 
+@given(p=ranks, m=microbatches, v=st.integers(1, 4))
+@sizes
+def test_forwards_alone_keep_all_ranks_busy_on_any_placement(p: int, m: int, v: int) -> None:
+    looped, bent = (
+        simulate(lower(forwards_over(build(name, p, 1, chunks), m))).makespan
+        for name, chunks in (("interleaved", v), ("zbv", 2))
+    )
+    assert looped <= m + p - 1 + (v - 1)
+    assert bent == m + p - 1
+
+
 def test_an_unknown_schedule_is_refused_with_the_list() -> None:
     with pytest.raises(ValueError, match=r"pipeline.schedule = '2f2b' .*gpipe, 1f1b, interleaved"):
         build("2f2b", 2, 2)
 
 
-@pytest.mark.parametrize(("name", "nearest"), [("v-half", "zbv"), ("auto", "1f1b")])
-def test_a_schedule_not_built_yet_names_the_nearest(name: str, nearest: str) -> None:
-    with pytest.raises(ValueError, match=f"'{name}' is not built yet; .* '{nearest}'"):
-        forward_only(name, 2, 2)
+def test_a_schedule_not_built_yet_names_the_nearest() -> None:
+    with pytest.raises(ValueError, match="'auto' is not built yet; .* '1f1b'"):
+        forward_only("auto", 2, 2)
 
 
 def test_no_microbatch_and_no_rank_are_refused() -> None:
