@@ -58,8 +58,8 @@ def build_loss(config: Config, tp: Axis) -> Any:
     return made
 
 
-def build_engine(config: Config, topology: Topology, model: nn.Module) -> Engine:
-    """The engine as the configuration says."""
+def build_engine(config: Config, topology: Topology, model: nn.Module, data: Any = None) -> Engine:
+    """The engine as the configuration says; ``data`` is asked where units have to be measured."""
     optim = config.optim
     target = optimizer_class(optim)
     keys = optimizer_keys(optim)
@@ -83,6 +83,8 @@ def build_engine(config: Config, topology: Topology, model: nn.Module) -> Engine
         num_microbatches=config.pipeline.num_microbatches or 1,
         num_chunks=config.pipeline.num_chunks,
         partition=config.pipeline.partition,
+        memory_limit=config.pipeline.memory_limit,
+        sample=None if data is None else sample_of(config, topology, data),
         zero=config.zero.stage,
         zero_reduce=config.zero.reduce,
         precision=config.precision,
@@ -93,6 +95,16 @@ def build_engine(config: Config, topology: Topology, model: nn.Module) -> Engine
         timeout=config.train.timeout,
         seed=config.seed,
     )
+
+
+def sample_of(config: Config, topology: Topology, data: Any) -> Any:
+    """One microbatch, where the schedule or the cut depends on what the units cost; else None."""
+    about = config.pipeline
+    looks = about.schedule == "auto" or about.partition in ("flops", "measure")
+    if not looks and about.memory_limit is None:
+        return None
+    local = config.data.global_batch_size // topology.dp.size
+    return data.train(0, list(range(local // (about.num_microbatches or 1))))
 
 
 def build_meter(config: Config, topology: Topology, model: nn.Module, tokens: int) -> Meter:

@@ -2,40 +2,122 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import NamedTuple
 
 import torch
 
-from ..pipeline.costs import Costs
+from ..pipeline.costs import Costs, stage_costs
 from ..pipeline.partition import partition
+from ..pipeline.schedules import NAMES
+from ..pipeline.simulate import simulate_costs
 from ..pipeline.stage import Unit
 from ..topology import Topology
+from .measure import Measured, count_flops, measure
 from .model import Facts
 from .options import Options
-from .programs import Programs, named
+from .programs import Programs, Source, given, named
 
 
 class Plan(NamedTuple):
-    """``costs`` are those of the stages, None where nothing was measured or counted."""
+    """``costs`` are those of the stages, in ``unit``; None where nothing was measured."""
 
     programs: Programs
     cuts: list[tuple[int, int]]
     costs: Costs | None = None
+    unit: str = "seconds"
+
+
+class Known(NamedTuple):
+    """What was found out about the units: times, and FLOPs in the place of times."""
+
+    timed: Measured | None
+    counted: Measured | None
 
 
 def make_plan(
     units: list[Unit], facts: dict[str, Facts], topology: Topology, options: Options
 ) -> Plan:
-    """The same on every rank. Raises ValueError for a schedule or a cut that cannot be."""
-    source = named(options.schedule, topology.pp.size, options.num_microbatches, options.num_chunks)
-    programs = Programs(source, topology.pp)
-    cuts = partition(_parameters(units, facts), programs.num_stages, options.partition)
-    return Plan(programs, cuts)
+    """The same on every rank. Raises ValueError for a schedule or a cut that cannot be.
+
+    Units are measured where what they cost chooses the schedule (``auto``) or the cut
+    (``measure``), and where there is a limit of memory to keep; for ``flops`` they are counted.
+    Both are collective.
+    """
+    programs = Programs(_source(options, topology.pp.size), topology.pp)
+    num_stages, limit = programs.num_stages, options.memory_limit
+    even = "uniform" if isinstance(options.partition, str) else options.partition
+    partition([1.0] * len(units), num_stages, even)  # refused before anything is measured
+    if num_stages == 1 and limit is None:
+        return Plan(programs, [(0, len(units))])
+    known = _look(units, topology, options)
+    weights = _weights(units, facts, options, known)
+    found = known.timed or known.counted
+    if found is None:
+        return Plan(programs, partition(weights, num_stages, options.partition))
+    cuts = partition(
+        weights,
+        num_stages,
+        options.partition,
+        memory=[cost.saved for cost in found.units],
+        in_flight=programs.in_flight(),
+        rank_of_stage=programs.rank_of_stage,
+        limit=limit,
+    )
+    costs = stage_costs(found.units, cuts, found.comm)
+    _check_memory(programs, costs, limit)
+    return Plan(programs, cuts, costs, "seconds" if known.timed else "FLOPs")
 
 
-def _parameters(units: list[Unit], facts: dict[str, Facts]) -> list[float]:
-    """Of each unit in the whole model, a tied one at each of its uses."""
+def _source(options: Options, num_ranks: int) -> Source:
+    asked, sizes = options.schedule, (num_ranks, options.num_microbatches, options.num_chunks)
+    if isinstance(asked, str) and (asked in NAMES or not PurePath(asked).suffix):
+        return named(asked, *sizes)
+    return given(asked, *sizes)
+
+
+def _look(units: list[Unit], topology: Topology, options: Options) -> Known:
+    """Measure and count what the options need to know."""
+    reasons = {
+        "schedule = 'auto'": options.schedule == "auto",
+        f"partition = {options.partition!r}": options.partition in ("measure", "flops"),
+        f"memory_limit = {options.memory_limit}": options.memory_limit is not None,
+    }
+    if not any(reasons.values()):
+        return Known(None, None)
+    if options.sample is None:
+        reason = next(text for text, holds in reasons.items() if holds)
+        raise ValueError(
+            f"{reason} looks at what the units do, for which it needs one microbatch: pass "
+            f"sample=(x, target)"
+        )
+    counts = options.partition == "flops"
+    times = options.partition == "measure" or options.memory_limit or options.schedule == "auto"
+    return Known(
+        measure(units, topology, options) if times else None,
+        count_flops(units, topology, options) if counts else None,
+    )
+
+
+def _weights(
+    units: list[Unit], facts: dict[str, Facts], options: Options, known: Known
+) -> list[float]:
+    """What the cut makes even: seconds, FLOPs, or parameters of the whole model."""
+    by = {"measure": known.timed, "flops": known.counted}
+    found = by.get(options.partition) if isinstance(options.partition, str) else None
+    if found is not None:
+        return [sum(cost[:3]) for cost in found.units]
     costs = [0.0] * len(units)
-    for fact in facts.values():
+    for fact in facts.values():  # a tied parameter at each of its uses
         costs[fact.unit] += torch.Size(fact.shape).numel()
     return costs
+
+
+def _check_memory(programs: Programs, costs: Costs, limit: float | None) -> None:
+    peak = max(simulate_costs(programs.whole(programs.num_microbatches), costs).peak_bytes)
+    if limit is not None and peak > limit:
+        raise ValueError(
+            f"pipeline.memory_limit = {limit:g}, but the activations of one rank take {peak:g} "
+            f"bytes: raise it, or take recompute.mode=full, pipeline.schedule=auto or more "
+            f"microbatches of a smaller size"
+        )

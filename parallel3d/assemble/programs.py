@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from ..pipeline.actions import Action, Op, Program, Schedule, show
+from ..pipeline.memory import peak_count
 from ..pipeline.passes import add_communication, lower
-from ..pipeline.schedules import build, forward_only
+from ..pipeline.program_file import given_program, read_program
+from ..pipeline.schedules import build, forwards_of, forwards_over
 from ..pipeline.simulate import Timeline, simulate
 from ..topology import Axis
 
@@ -30,9 +32,46 @@ class Source:
 
 def named(name: str, num_ranks: int, num_microbatches: int, num_chunks: int | None) -> Source:
     """A schedule by its name."""
-    make = partial(build, name, num_ranks, num_chunks=num_chunks)
-    evaluate = partial(forward_only, name, num_ranks, num_chunks=num_chunks)
+    return made(name, partial(build, name, num_ranks, num_chunks=num_chunks), num_microbatches)
+
+
+def made(name: str, make: Callable[[int], Schedule], num_microbatches: int) -> Source:
+    """A schedule by what makes it for any number of microbatches."""
+
+    def evaluate(count: int) -> Schedule:
+        return forwards_of(make(count))
+
     return Source(name, num_microbatches, make, evaluate)
+
+
+def given(
+    schedule: str | Program, num_ranks: int, num_microbatches: int, num_chunks: int | None
+) -> Source:
+    """A program of the user's own, or the path of one."""
+    if isinstance(schedule, str):
+        own, name = read_program(schedule, num_ranks), schedule
+    else:
+        own, name = given_program(schedule, num_ranks), "of actions"
+    for key, asked, has in (
+        ("num_microbatches", num_microbatches, own.num_microbatches),
+        ("num_chunks", num_chunks or own.schedule.num_chunks, own.schedule.num_chunks),
+    ):
+        if asked != has:
+            raise ValueError(
+                f"pipeline.{key} = {asked}, but the program of pipeline.schedule ({name}) has "
+                f"{has}: set pipeline.{key}={has}"
+            )
+
+    def train(count: int) -> Schedule:
+        if count != own.num_microbatches:
+            raise ValueError(
+                f"{count} microbatches, but the program of pipeline.schedule ({name}) is for "
+                f"{own.num_microbatches}: give a step that many"
+            )
+        return own.schedule
+
+    evaluate = partial(forwards_over, own.schedule)
+    return Source(name, own.num_microbatches, train, evaluate, own.lowered)
 
 
 class Programs:
@@ -63,6 +102,15 @@ class Programs:
     def timeline(self) -> Timeline:
         """A training step on paper, as if all stages cost the same."""
         return simulate(self.whole(self.num_microbatches))
+
+    def in_flight(self) -> list[float]:
+        """The most microbatches that each stage keeps at once, of a training step."""
+        peaks = [0.0] * self.num_stages
+        for actions in self.whole(self.num_microbatches):
+            for stage in {action.stage for action in actions}:
+                own = [action for action in actions if action.stage == stage]
+                peaks[stage] = peak_count(own)
+        return peaks
 
     def whole(self, num_microbatches: int, training: bool = True, ahead: bool = True) -> Program:
         """All ranks' actions. ``ahead``: receives are posted one compute before they are needed.

@@ -18,6 +18,7 @@ AT_LEAST: dict[str, float] = {
     "topology.tp": 1,
     "pipeline.num_microbatches": 1,
     "pipeline.num_chunks": 1,
+    "pipeline.memory_limit": 1,
     "zero.shard_size": 1,
     "zero.gather_budget": 1,
     "recompute.every": 1,

@@ -19,12 +19,16 @@ class Degrees:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The schedule; `num_microbatches` is None where `data.microbatch_size` decides."""
+    """The schedule; `num_microbatches` is None where `data.microbatch_size` decides.
+
+    `memory_limit` is bytes of activations on one rank.
+    """
 
     schedule: str
     num_microbatches: int | None
     num_chunks: int | None
     partition: options.Partition | list[int]
+    memory_limit: float | None
 
 
 @dataclass(frozen=True)
