@@ -55,9 +55,12 @@ class Engine:
         num_chunks: stages per pipeline rank, None for what the schedule needs.
         partition: ``parameters``, ``uniform``, or the list of each later stage's first unit.
         zero: 0 (everything whole) or 1 (optimizer state sharded over dp).
-        zero_reduce, gather_budget, shard_size, offload, tied: of features to come.
+        zero_reduce, gather_budget, shard_size, offload: of features to come.
         precision: ``fp32``, ``bf16`` (fp32 masters and gradients), ``fp64``.
         recompute: ``none``, or ``full``: units keep their input only.
+        tied: groups of parameter names, each of which is one parameter, as if the model had been
+            built with one Parameter object: ``[("0.weight", "5.weight")]``. The first in model
+            order gives its name, values and optimizer group.
         max_grad_norm: clip the gradients to this norm.
         max_bad_steps: the last of so many steps in a row with a loss or gradient that is not
             finite raises RuntimeError. Each such step is skipped on all ranks together.
@@ -94,7 +97,7 @@ class Engine:
         precision: str = "fp32",
         recompute: str = "none",
         offload: Any = None,
-        tied: Any = None,
+        tied: Sequence[Sequence[str]] | None = None,
         max_grad_norm: float | None = None,
         max_bad_steps: int | None = None,
         init: Callable[[str, Tensor], object] | None = None,
@@ -103,7 +106,7 @@ class Engine:
         seed: int = 0,
     ) -> None:
         _check(zero, zero_reduce, precision, recompute, max_grad_norm)
-        _refuse(gather_budget=gather_budget, shard_size=shard_size, offload=offload, tied=tied)
+        _refuse(gather_budget=gather_budget, shard_size=shard_size, offload=offload)
         options = Options(
             loss_fn=loss_fn,
             optimizer=optimizer,
@@ -117,6 +120,7 @@ class Engine:
             zero=zero,
             precision=precision,
             recompute=recompute,
+            tied=tied,
             init=init,
             compile=compile,
             timeout=timeout,

@@ -180,7 +180,8 @@ class Topology:
     """A grid with process groups: the axes this rank speaks on, and its device.
 
     Use as a context manager, or call ``close()``. Made by ``Topology.init``. ``channels`` are those
-    that ``comm.p2p`` has opened between pipeline ranks, by edge.
+    that ``comm.p2p`` has opened between pipeline ranks, by edge; ``lines`` the axes over some
+    pipeline ranks that ``comm.lines`` has, by those ranks.
     """
 
     def __init__(
@@ -192,6 +193,7 @@ class Topology:
         self.rank = self.world.rank
         self.device = device
         self.channels: dict[Any, Any] = {}
+        self.lines: dict[tuple[int, ...], Axis | None] = {}
         self._owner, self._closed = owner, False
 
     @classmethod
@@ -280,9 +282,9 @@ class Topology:
             dist.barrier()
             dist.destroy_process_group()
         elif dist.is_initialized():
-            ends = [channel for channel in self.channels.values() if channel is not None]
-            for end in (*ends, self.pp, self.dp, self.tp):
-                if end.group is not None:
+            made = (*self.channels.values(), *self.lines.values(), self.pp, self.dp, self.tp)
+            for end in made:
+                if end is not None and end.group is not None:
                     dist.destroy_process_group(end.group)
         self._let_go()
 
@@ -294,8 +296,9 @@ class Topology:
         for channel in self.channels.values():
             if channel is not None:
                 channel.close()
-        for axis in (self.world, self.pp, self.dp, self.tp):
-            object.__setattr__(axis, "group", None)
+        for axis in (self.world, self.pp, self.dp, self.tp, *self.lines.values()):
+            if axis is not None:
+                object.__setattr__(axis, "group", None)
 
     def __enter__(self) -> Topology:
         return self

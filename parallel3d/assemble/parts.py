@@ -6,13 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..comm.ledger import Ledger
+from ..comm.lines import open_lines
 from ..comm.p2p import Edge, open_channels
 from ..optim.norm import NormSlots
-from ..optim.optimizer import Options as Group
 from ..optim.optimizer import ShardedOptimizer
 from ..optim.probe import check_elementwise
 from ..pipeline.border import Border
@@ -21,10 +20,9 @@ from ..pipeline.criterion import SumLoss, as_sum, default_num_items
 from ..pipeline.runtime import Interpreter
 from ..pipeline.stage import Stage, Unit
 from ..topology import Topology
-from ..zero.flat import Flat, Held
 from ..zero.shards import Shards
+from .flats import flats_of, frozen_of, groups_of
 from .model import (
-    DTYPES,
     Facts,
     check_batch_norm,
     check_state,
@@ -37,6 +35,7 @@ from .model import (
 from .options import Options
 from .plan import make_plan
 from .programs import Programs
+from .ties import check_placements, share_values, shared_by, tie_by_name, ties_of
 
 
 @dataclass
@@ -47,6 +46,7 @@ class Parts:
     facts: dict[str, Facts]
     cuts: list[tuple[int, int]]
     costs: Costs | None
+    cost_unit: str
     stages: dict[int, Stage]
     interpreter: Interpreter
     programs: Programs
@@ -69,41 +69,35 @@ def assemble(model: nn.Module, topology: Topology, options: Options) -> Parts:
     Whatever can be refused is refused on every rank before anything is sent.
     """
     units = units_of(model)
+    tie_by_name(units, options.tied or ())
     check_batch_norm(units, topology.dp.size, options.num_microbatches)
     check_state(units)
     check_values(units, options.precision, options.init is not None)
     loss_fn = as_sum(options.loss_fn)
     num_items = options.num_items or default_num_items(options.loss_fn)
     facts = facts_of(units)
-    programs, cuts, costs = make_plan(units, facts, topology, options)
+    check_placements(facts)
+    programs, cuts, costs, unit = make_plan(units, facts, topology, options)
     _refuse_compiled_split(options, programs)
-    _refuse_far_ties(facts, cuts)
-    groups, group_of = _groups(units, facts, options.param_groups)
+    groups, group_of = groups_of(units, facts, options.param_groups)
     check_elementwise(options.optimizer, groups, topology.device)
     ledger = Ledger()
     ledger.attach(topology.pp, topology.dp, topology.tp)
-    separate_ties(units, facts)
     home = programs.rank_of_stage
-    mine = {s: units[slice(*cuts[s])] for s in range(len(cuts)) if home[s] == topology.pp.rank}
-    local = [unit for stage in sorted(mine) for unit in mine[stage]]
-    give_values(local, facts, topology, options.precision, options.seed, options.init)
-    if options.compile:
-        for unit in local:
-            unit.module.compile()
-    dtype = DTYPES[options.precision]
-    flats = _flats(local, facts, group_of, topology, options.zero, dtype)
-    shards = Shards(flats, topology.dp, options.zero, _frozen(local))
+    home_of = [home[stage] for stage, (start, stop) in enumerate(cuts) for _ in range(start, stop)]
+    shards = _shards(units, facts, group_of, home_of, topology, options)
     stages = {
         index: Stage(
             index,
-            units,
+            units[start:stop],
             recompute=options.recompute == "full",
             before=shards.before,
             after=shards.reduce,
             check=shards.check,
             split=programs.splits_backward,
         )
-        for index, units in mine.items()
+        for index, (start, stop) in enumerate(cuts)
+        if home[index] == topology.pp.rank
     }
     borders = _borders(topology, home, options.timeout)
     owners = [fact for fact in facts.values() if fact.name == fact.owner and fact.trained]
@@ -113,6 +107,7 @@ def assemble(model: nn.Module, topology: Topology, options: Options) -> Parts:
         facts,
         cuts,
         costs,
+        unit,
         stages,
         Interpreter(stages, len(home), borders, topology.describe()),
         programs,
@@ -134,81 +129,27 @@ def _refuse_compiled_split(options: Options, programs: Programs) -> None:
         )
 
 
-def _refuse_far_ties(facts: dict[str, Facts], cuts: list[tuple[int, int]]) -> None:
-    stage_of = {unit: s for s, (start, stop) in enumerate(cuts) for unit in range(start, stop)}
-    for fact in facts.values():
-        here, there = stage_of[fact.unit], stage_of[facts[fact.owner].unit]
-        if here != there:
-            raise ValueError(
-                f"{fact.name} is tied to {fact.owner}, which lies in stage {there} and it in stage "
-                f"{here}: a tie across stages is not built yet; use topology.pp=1 with 1 chunk, "
-                f"pipeline.partition with both in one stage, or an untied model"
-            )
-
-
-def _groups(
-    units: list[Unit], facts: dict[str, Facts], choose: Callable[[str, nn.Parameter], Group] | None
-) -> tuple[list[Group], dict[str, int]]:
-    """Optimizer groups of the whole model, and each owner's group; the same on every rank."""
-    groups: list[Group] = []
-    group_of: dict[str, int] = {}
-    for unit in units:
-        for path, parameter in unit.module.named_parameters(remove_duplicate=False):
-            fact = facts[f"{unit.name}.{path}"]
-            if fact.name == fact.owner and fact.trained:
-                options = choose(fact.name, parameter) if choose else {}
-                if options not in groups:
-                    groups.append(options)
-                group_of[fact.name] = groups.index(options)
-    return groups, group_of
-
-
-def _flats(
+def _shards(
     units: list[Unit],
     facts: dict[str, Facts],
     group_of: dict[str, int],
+    home_of: list[int],
     topology: Topology,
-    zero: int,
-    precision: torch.dtype,
-) -> dict[int, list[Flat]]:
-    """Flat buffers by unit: one per dtype, and one for each tied parameter and each of its uses."""
-    tied = {fact.owner for fact in facts.values() if fact.unit != facts[fact.owner].unit}
-    first: dict[str, Flat] = {}
-    flats: dict[int, list[Flat]] = {}
-    for unit in units:
-        buckets: dict[tuple[str, torch.dtype], list[Held]] = {}
-        for path, parameter in unit.module.named_parameters():
-            fact = facts[f"{unit.name}.{path}"]
-            if parameter.requires_grad:
-                held = Held(fact.name, parameter, fact.placement, fact.index, group_of[fact.owner])
-                dtype = precision if parameter.is_floating_point() else parameter.dtype
-                use = fact.owner if fact.owner in tied else ""
-                buckets.setdefault((use, dtype), []).append(held)
-        for (use, dtype), bucket in buckets.items():
-            flat = Flat(
-                bucket,
-                topology.dp,
-                topology.device,
-                dtype=dtype,
-                whole=zero == 0,
-                of=first.get(use),
-            )
-            if use in tied:
-                first.setdefault(use, flat)
-            flats.setdefault(unit.number, []).append(flat)
-    return flats
-
-
-def _frozen(units: list[Unit]) -> dict[int, list[tuple[str, nn.Parameter]]]:
-    """Parameters by unit and full name that are not trained."""
-    return {
-        unit.number: [
-            (f"{unit.name}.{path}", parameter)
-            for path, parameter in unit.module.named_parameters()
-            if not parameter.requires_grad
-        ]
-        for unit in units
-    }
+    options: Options,
+) -> Shards:
+    """This rank's units with their values, in flat buffers. ``home_of`` is each unit's rank."""
+    shared = shared_by(units, home_of)
+    axes = open_lines(topology, (each.holders for each in shared), options.timeout)
+    separate_ties(units, facts)
+    local = [unit for unit in units if home_of[unit.number] == topology.pp.rank]
+    give_values(local, facts, topology, options.precision, options.seed, options.init)
+    share_values(local, shared, axes)
+    if options.compile:
+        for unit in local:
+            unit.module.compile()
+    flats = flats_of(local, facts, group_of, {each.owner for each in shared}, topology, options)
+    ties = ties_of(shared, facts, flats, axes)
+    return Shards(flats, topology.dp, options.zero, frozen_of(local), ties)
 
 
 def _borders(topology: Topology, home: list[int], timeout: float) -> dict[int, Border]:

@@ -118,8 +118,13 @@ def _optimizer_state(
 def _cuts(
     parts: Parts, flat: Flat, start: int, stop: int, kind: str, data: Tensor, at: int, saving: bool
 ) -> list[Fragment]:
-    """Fragments of ``[start, stop)`` of a flat buffer whose element ``at`` is ``data[0]``."""
-    found = []
+    """Fragments of ``[start, stop)`` of a flat buffer whose element ``at`` is ``data[0]``.
+
+    A copy of a tied parameter is filled, and never saved: its owner is.
+    """
+    found: list[Fragment] = []
+    if saving and flat.copy:
+        return found
     for held, low, high in flat.parts(start, stop):
         if saving and isinstance(held.placement, Replicate) and parts.topology.tp.rank:
             continue
@@ -131,7 +136,7 @@ def _cuts(
         ):
             first = low + offset - at
             piece = data[first : first + place.area]
-            found.append(Fragment(f"{kind}/{held.name}", fact.shape, [place], piece))
+            found.append(Fragment(f"{kind}/{fact.owner}", fact.shape, [place], piece))
     return found
 
 
@@ -173,7 +178,8 @@ def _state_names(
                 names.add(key)
             elif value is not None:
                 for held, _, _ in part.flat.parts(part.start, part.stop):
-                    scalars.setdefault(held.name, {})[key] = float(value)
+                    owner = parts.facts[held.name].owner
+                    scalars.setdefault(owner, {})[key] = float(value)
     for other_names, other_scalars in all_gather_objects((names, scalars), parts.topology.world):
         names |= other_names
         scalars |= other_scalars
@@ -187,7 +193,8 @@ def _set_scalars(
         held = part.flat.parts(part.start, part.stop)
         if not held:
             continue
-        for key, value in scalars.get(held[0][0].name, {}).items():
+        owner = parts.facts[held[0][0].name].owner
+        for key, value in scalars.get(owner, {}).items():
             if isinstance(state.get(key), Tensor):
                 state[key].fill_(value)
             else:

@@ -22,16 +22,26 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 class Pending:
-    """A communication under way: ``wait()`` gives its result, and may be called once or more."""
+    """A communication under way: ``wait()`` gives its result, and may be called once or more.
 
-    def __init__(self, wait: Callable[[], Tensor]) -> None:
+    ``ready()`` says whether what was sent has arrived, so that a wait would not last.
+    """
+
+    def __init__(
+        self, wait: Callable[[], Tensor], ready: Callable[[], bool] = lambda: True
+    ) -> None:
         self._wait: Callable[[], Tensor] | None = wait
         self._result: Tensor | None = None
+        self._ready = ready
 
     @classmethod
     def done(cls, result: Tensor) -> Pending:
         """Nothing to wait for."""
         return cls(lambda: result)
+
+    def ready(self) -> bool:
+        """Ask without waiting."""
+        return self._wait is None or self._ready()
 
     def wait(self) -> Tensor:
         """Block (the CPU on gloo, the current stream on NCCL) until the result is there."""
@@ -82,7 +92,7 @@ def start_reduce_scatter(x: Tensor, out: Tensor, axis: Axis, *, tag: str = "") -
             out.add_(part)
         return out
 
-    return Pending(wait)
+    return Pending(wait, work.is_completed)
 
 
 def start_all_gather(owned: Tensor, out: Tensor, axis: Axis, *, tag: str = "") -> Pending:
@@ -103,14 +113,19 @@ def all_gather(x: Tensor, axis: Axis, dim: int, *, tag: str = "") -> Tensor:
     return torch.cat(out.unbind(0), dim)
 
 
+def start_broadcast(x: Tensor, axis: Axis, source: int = 0, *, tag: str = "") -> Pending:
+    """Fill ``x`` on every rank with that of ``source``, a rank of the axis; in the background."""
+    if axis.size == 1:
+        return Pending.done(x)
+    sent = x.numel() * x.element_size() * (axis.size - 1) if axis.rank == source else 0
+    record(axis, "broadcast", tag, "issue", sent)
+    work = dist.broadcast(x, axis.ranks[source], group=axis.group, async_op=True)
+    return _pending(work, axis, "broadcast", tag, x)
+
+
 def broadcast(x: Tensor, axis: Axis, source: int = 0, *, tag: str = "") -> Tensor:
     """Fill ``x`` on every rank with that of ``source``, a rank of the axis; in place."""
-    if axis.size > 1:
-        sent = x.numel() * x.element_size() * (axis.size - 1) if axis.rank == source else 0
-        record(axis, "broadcast", tag, "issue", sent)
-        dist.broadcast(x, axis.ranks[source], group=axis.group)
-        record(axis, "broadcast", tag, "wait")
-    return x
+    return start_broadcast(x, axis, source, tag=tag).wait()
 
 
 def broadcast_object(obj: Any, axis: Axis, source: int = 0) -> Any:
@@ -158,4 +173,4 @@ def _pending(work: Any, axis: Axis, kind: str, tag: str, result: Tensor) -> Pend
         record(axis, kind, tag, "wait")
         return result
 
-    return Pending(wait)
+    return Pending(wait, work.is_completed)

@@ -5,9 +5,9 @@ is written by exactly one rank, so the sum over the world only adds zeros and is
 every rank adds up the slots in one fixed order: the norm has the same bits however the model is cut
 over pipeline stages or ZeRO stages, and on every rank.
 
-[Note: copies] Of a parameter that is replicated over tp, rank 0 writes the slot. The others add
-zero times their own squared norm: nothing, unless their copy alone is not finite, which all ranks
-then see.
+[Note: copies] Of a parameter that is replicated over tp, rank 0 writes the slot; of a tied one, the
+pipeline rank of its owner. The others add zero times their own squared norm: nothing, unless their
+copy alone is not finite, which all ranks then see.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class NormSlots:
             for held, start, stop in flat.parts(*flat.owned):
                 cut = isinstance(placements[held.index], Shard)
                 places.append(first[held.index] + dp.rank + (tp.rank * dp.size if cut else 0))
-                weights.append(float(cut or tp.rank == 0))
+                weights.append(float((cut or tp.rank == 0) and not flat.copy))
                 self._views.append(flat.grad[start:stop])
         device = flats[0].grad.device if flats else None
         self._places = torch.tensor(places, dtype=torch.int64, device=device)

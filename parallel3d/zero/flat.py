@@ -55,7 +55,8 @@ class Flat:
     or everything if ``whole``. ``master`` has the values of that in the gradients' dtype, as they
     were before they were rounded to ``dtype``: the same memory as ``data`` where the dtypes are
     equal. Built with ``of=other``, it has gradients of its own and shares the parameters of
-    ``other`` (a second use of tied parameters).
+    ``other`` (a second use of tied parameters). A ``copy`` is updated here as another pipeline
+    rank updates its own, which is the one that counts in the norm and in files.
     """
 
     def __init__(
@@ -67,8 +68,9 @@ class Flat:
         dtype: torch.dtype,
         whole: bool,
         of: Flat | None = None,
+        copy: bool = False,
     ) -> None:
-        self.axis, self.of = axis, of
+        self.axis, self.of, self.copy = axis, of, copy
         self.slots = _lay_out(held)
         length = _up(max(1, self.slots[-1].stop), ALIGNMENT * axis.size)
         shard = length // axis.size

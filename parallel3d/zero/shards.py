@@ -16,6 +16,7 @@ from torch import nn
 from ..comm.collectives import Pending, start_all_gather, start_reduce_scatter
 from ..topology import Axis
 from .flat import Flat
+from .ties import Tie, Ties
 
 
 class Shards:
@@ -26,6 +27,7 @@ class Shards:
         axis: the dp axis.
         stage: 0 or 1.
         frozen: parameters by name that lie in no buffer, of each unit.
+        ties: of which this rank holds a use.
     """
 
     def __init__(
@@ -34,9 +36,11 @@ class Shards:
         axis: Axis,
         stage: int,
         frozen: Mapping[int, Sequence[tuple[str, nn.Parameter]]] | None = None,
+        ties: Sequence[Tie] = (),
     ) -> None:
         self.flats, self.axis, self.stage, self.frozen = flats, axis, stage, frozen or {}
-        self._reducing: list[tuple[Flat, Pending, str]] = []
+        self.ties = Ties(ties)
+        self._reducing: dict[Flat, Pending] = {}
         self._gathering: dict[int, list[Pending]] = {}
 
     def all(self) -> list[Flat]:
@@ -66,21 +70,22 @@ class Shards:
     def reduce(self, unit: int) -> None:
         """Called when a unit's gradients are complete: start summing them over ``dp``."""
         for flat in self.flats.get(unit, ()):
-            tag = f"unit {unit}"
-            pending = start_reduce_scatter(flat.grad, flat.owned_grad, self.axis, tag=tag)
-            self._reducing.append((flat, pending, tag))
+            self._reducing[flat] = start_reduce_scatter(
+                flat.grad, flat.owned_grad, self.axis, tag=f"unit {unit}"
+            )
+        self.ties.advance(self._reducing)
 
     def finish_reduce(self) -> None:
         """Wait for every sum; add up the uses of tied parameters; at stage 0 gather the sums."""
-        for _, pending, _ in self._reducing:
+        self.ties.advance(self._reducing, last=True)
+        for pending in self._reducing.values():
             pending.wait()
-        for flat in self.all():
-            if flat.of is not None:
-                flat.of.owned_grad.add_(flat.owned_grad)
+        self.ties.add_up()
         if self.stage == 0:
             gathers = [
-                start_all_gather(flat.owned_grad, flat.grad, self.axis, tag=tag)
-                for flat, _, tag in self._reducing
+                start_all_gather(flat.owned_grad, flat.grad, self.axis, tag=f"unit {unit}")
+                for unit in sorted(self.flats)
+                for flat in self.flats[unit]
                 if flat.of is None
             ]
             for gather in gathers:
@@ -90,6 +95,7 @@ class Shards:
     def abandon(self) -> None:
         """After an error in the middle of a step: the next one starts from zero."""
         self._reducing.clear()
+        self.ties.forget()
         self.zero_gradients()
 
     def publish(self) -> None:

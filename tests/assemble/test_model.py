@@ -118,24 +118,6 @@ def test_a_parallel_layer_with_two_places_equals_one_process() -> None:
     assert error(others, weights) < 1e-10
 
 
-def test_a_tie_across_stages_is_refused_by_name() -> None:
-    texts = run_on(Grid(pp=2), far_tie)
-    assert len(set(texts)) == 1
-    assert "2.weight is tied to 0.weight, which lies in stage 0 and it in stage 1" in texts[0]
-    assert "topology.pp=1" in texts[0]
-
-
-def far_tie(topology: Topology) -> str:
-    with torch.device("meta"):
-        layers = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
-    layers[2].weight = layers[0].weight
-    with pytest.raises(ValueError) as caught:
-        engine(topology, nn.Sequential(*layers))
-    # Nothing was sent: the world goes on.
-    train(engine(topology, blocks(topology)), 1)
-    return str(caught.value)
-
-
 def drawn_by_init(topology: Topology) -> Any:
     """Values of an ``init`` that draws from the default generator, whose state differs by rank."""
     torch.manual_seed(topology.rank)

@@ -98,16 +98,6 @@ def train_gpt_plainly(model: nn.Module, count: int) -> list[float]:
     return losses
 
 
-def test_a_tied_gpt_is_refused_over_two_stages() -> None:
-    assert all("is tied to" in text for text in run_on(Grid(pp=2), refused))
-
-
-def refused(topology: Topology) -> str:
-    with pytest.raises(ValueError) as caught:
-        tied_gpt(topology)
-    return str(caught.value)
-
-
 def gradients(topology: Topology) -> Any:
     """Whole gradients between the reduction and the update, and the initial weights."""
     mine, found = engine(topology), []

@@ -261,7 +261,6 @@ WRONG = {
     "offload = 'cpu' is not built yet": {"offload": "cpu"},
     "gather_budget = 1 is not built yet": {"gather_budget": 1},
     "shard_size = 2 is not built yet": {"shard_size": 2},
-    "tied = \\[\\] is not built yet": {"tied": []},
     "LBFGS cannot update flat pieces": {"optimizer": torch.optim.LBFGS},
     "Adafactor is not elementwise": {"optimizer": torch.optim.Adafactor},
 }

@@ -152,26 +152,6 @@ def near() -> nn.Sequential:
     return tied(1)
 
 
-def far() -> nn.Sequential:
-    return tied(3)
-
-
-def refusal(topology: Topology) -> str:
-    try:
-        engine_of(topology, Trial(far, []))
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.report("uw-syfi/piper#13")
-@pytest.mark.report("cornstarch-org/Cornstarch#16")
-def test_a_tie_across_stages_is_refused_by_name_on_every_rank() -> None:
-    for message in run_on(Grid(pp=2), refusal):
-        assert message.startswith("3.0.weight is tied to 0.weight") and "stage 1" in message
-        assert "not built yet" in message and "partition" in message
-
-
 def fresh_weights(topology: Topology) -> dict[str, Tensor]:
     with torch.device("meta"):
         model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])

@@ -44,7 +44,6 @@ WRONG = {
     "model=gpt_tinny": r"model = 'gpt_tinny' is not one of .*did you mean model=gpt_tiny\?",
     "model.widht=64": r"model\.widht is not a key .*did you mean model\.width\?",
     "model.vocab_size=10": r"vocab_size.*10",
-    "model.tied=true topology.pp=2": r"tie",
     "optim.name=adamv": r"optim\.name = 'adamv' is not .* did you mean optim\.name=adamw?\?",
     "optim.lr=nan": r"optim\.lr = nan is not a finite number",
     "optim.momentum=0.9": r"optim\.momentum is not a key of torch\.optim\.adamw\.AdamW",
