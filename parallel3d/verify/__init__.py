@@ -12,10 +12,10 @@ The reference (``reference.py``) is one process of torch.nn, one backward over t
 ``clip_grad_norm_`` and ``torch.optim``, and no class of this package.
 """
 
-from .cases import LAYOUTS, Case, product, quick
+from .cases import LAYOUTS, Case, product
 from .compare import Cell
 from .proof import Row, verify
 from .ranks import RankError
 from .subject import Subject
 
-__all__ = ["LAYOUTS", "Case", "Cell", "RankError", "Row", "Subject", "product", "quick", "verify"]
+__all__ = ["LAYOUTS", "Case", "Cell", "RankError", "Row", "Subject", "product", "verify"]

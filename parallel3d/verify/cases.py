@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import cycle
 from itertools import product as every
 from typing import NamedTuple
 
@@ -19,9 +18,12 @@ class Case(NamedTuple):
     zero: int = 1
     schedule: str = "1f1b"
     recompute: str = "none"
+    num_chunks: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.grid} zero={self.zero} schedule={self.schedule} recompute={self.recompute}"
+        chunks = "" if self.num_chunks is None else f" num_chunks={self.num_chunks}"
+        choices = f"zero={self.zero} schedule={self.schedule} recompute={self.recompute}"
+        return f"{self.grid} {choices}{chunks}"
 
     @property
     def family(self) -> tuple[int, int]:
@@ -34,22 +36,16 @@ def product(
     zero: Iterable[int] = (1,),
     schedule: Iterable[str] = ("1f1b",),
     recompute: Iterable[str] = ("none",),
+    num_chunks: Iterable[int | None] = (None,),
 ) -> list[Case]:
     """Every combination."""
     grids = [Grid.parse(layout) for layout in layouts]
-    return _sorted(Case(*choice) for choice in every(grids, zero, schedule, recompute))
+    return ordered(Case(*choice) for choice in every(grids, zero, schedule, recompute, num_chunks))
 
 
-def quick(layouts: Iterable[str] = LAYOUTS) -> list[Case]:
-    """Each layout under ``zero=1 schedule=1f1b``, and once more under another choice, in turn."""
-    others = cycle(
-        [(0, "1f1b", "none"), (0, "gpipe", "full"), (1, "gpipe", "none"), (0, "1f1b", "full")]
-    )
-    cases = []
-    for layout, other in zip(layouts, others, strict=False):
-        grid = Grid.parse(layout)
-        cases += [Case(grid), Case(grid, *other)]
-    return _sorted(cases)
+def ordered(cases: Iterable[Case]) -> list[Case]:
+    """By family, then by pp, each once: a world is started once a layout."""
+    return sorted(dict.fromkeys(cases), key=lambda case: (case.family, case.grid.pp))
 
 
 def part(cases: Sequence[Case], index: int, count: int) -> list[Case]:
@@ -64,8 +60,3 @@ def part(cases: Sequence[Case], index: int, count: int) -> list[Case]:
     for case in cases:
         firsts.setdefault(case.family, case)
     return [c for c in cases if c in mine or (c.family in families and firsts[c.family] == c)]
-
-
-def _sorted(cases: Iterable[Case]) -> list[Case]:
-    """By family, then by layout in the order given: a world is started once a layout."""
-    return sorted(dict.fromkeys(cases), key=lambda case: (case.family, case.grid.pp))

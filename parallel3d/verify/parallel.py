@@ -57,14 +57,11 @@ def _run(
     make: Callable[[Any], torch.optim.Optimizer],
 ) -> Run:
     engine = _engine(topology, subject, setting, case, make)
-    initial = engine.state_dict_whole()
     batches = (subject.batch(step) for step in range(setting.steps))
     results = [engine.train_step(*_share(batch, topology.dp)) for batch in batches]
     losses, norms = [result.loss for result in results], [result.grad_norm for result in results]
     weights = engine.state_dict_whole()
-    return Run(
-        initial, losses, norms, engine.gradients or {}, weights, _unequal_copies(engine.parts)
-    )
+    return Run(losses, norms, engine.gradients or {}, weights, _unequal_copies(engine.parts))
 
 
 def _engine(
@@ -83,6 +80,7 @@ def _engine(
         num_items=subject.num_items,
         schedule=case.schedule,
         num_microbatches=setting.num_microbatches,
+        num_chunks=case.num_chunks,
         partition=setting.partition,
         zero=case.zero,
         precision="fp64",
@@ -92,8 +90,16 @@ def _engine(
     )
 
 
-def _share(batch: Any, dp: Axis) -> Any:
-    """This dp rank's part of a whole batch."""
+def _share(batch: Any, dp: Axis) -> tuple[Any, ...]:
+    """This dp rank's part of a whole batch, or of ready microbatches."""
+    if isinstance(batch, list):
+        count, rest = divmod(len(batch), dp.size)
+        if rest:
+            raise ValueError(
+                f"{len(batch)} ready microbatches cannot be dealt to {dp.size} dp ranks, which "
+                f"run equally many: give a multiple"
+            )
+        return (batch[dp.rank * count : (dp.rank + 1) * count],)
     return tree_map_only(Tensor, lambda t: torch.tensor_split(t, dp.size)[dp.rank], batch)
 
 

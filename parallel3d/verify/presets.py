@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
@@ -13,16 +14,27 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 from ..tensor import vocab_parallel_cross_entropy
 from ..topology import Topology
-from .subject import IGNORED, LossFn, Subject
+from .subject import IGNORED, Batch, LossFn, Subject
 
 SEQ_LEN = 16
 # A vocabulary that no tp divides, so that its last part is padded.
 LANGUAGE = {"vocab_size": 257, "width": 128, "num_layers": 4, "num_heads": 4, "max_seq_len": 256}
 GPT = {**LANGUAGE, "ffn_width": 512}
 LLAMA = {**LANGUAGE, "ffn_width": 384, "num_kv_heads": 2}
+# Enough units for four ranks of two chunks, and small: for suites of many cases.
+DEEP = {
+    "vocab_size": 67,
+    "width": 32,
+    "num_layers": 7,
+    "num_heads": 4,
+    "ffn_width": 64,
+    "max_seq_len": 8,
+}
 MLP = {"in_features": 16, "out_features": 1, "width": 128, "num_layers": 4, "ffn_width": 512}
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_tiny": ("models.gpt", GPT),
+    "gpt_deep": ("models.gpt", DEEP),
+    "gpt_deep_tied": ("models.gpt", {**DEEP, "tied": True}),
     "llama_tiny": ("models.llama", LLAMA),
     "mlp": ("models.mlp", MLP),
 }
@@ -31,7 +43,8 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
 def subject(name: str, num_samples: int = 9) -> Subject:
     """A preset by name, or ``module:attribute``, a ``Subject`` that can be imported.
 
-    A preset's whole batch has ``num_samples``, at best a number that no layout divides.
+    A preset's whole batch has ``num_samples``, at best a number that no layout divides, or is of
+    one ready microbatch less.
 
     Raises ValueError for what is neither; names the nearest.
     """
@@ -76,22 +89,42 @@ def of_model(module: str, sizes: dict[str, Any], num_samples: int = 9) -> Subjec
     )
 
 
-def token_batch(num_samples: int, length: int, vocab_size: int, step: int) -> tuple[Tensor, Tensor]:
-    """Random tokens; more targets are masked the later the sequence, and all of the last."""
+def token_batch(num_samples: int, length: int, vocab_size: int, step: int) -> Batch:
+    """Random tokens; more targets are masked the later the sample, and all of the last."""
     generator = torch.Generator().manual_seed(step)
-    x, target = torch.randint(vocab_size, (2, num_samples, length), generator=generator)
-    share = torch.arange(1, num_samples + 1).view(-1, 1) / num_samples
-    masked = torch.rand(num_samples, length, generator=generator) < share
-    return x, target.masked_fill(masked, IGNORED)
+
+    def make(first: int, count: int, length: int) -> tuple[Tensor, Tensor]:
+        x, target = torch.randint(vocab_size, (2, count, length), generator=generator)
+        share = torch.arange(first + 1, first + count + 1).view(-1, 1) / num_samples
+        masked = torch.rand(count, length, generator=generator) < share
+        return x, target.masked_fill(masked, IGNORED)
+
+    return _uneven(make, num_samples, length, step)
 
 
-def real_batch(
-    num_samples: int, in_features: int, out_features: int, step: int
-) -> tuple[Tensor, Tensor]:
+def real_batch(num_samples: int, in_features: int, out_features: int, step: int) -> Batch:
     """Random vectors."""
     generator = torch.Generator().manual_seed(step)
-    x = torch.randn(num_samples, in_features, generator=generator)
-    return x, torch.randn(num_samples, out_features, generator=generator)
+
+    def make(first: int, count: int, length: int) -> tuple[Tensor, Tensor]:
+        x = torch.randn(count, in_features, generator=generator)
+        return x, torch.randn(count, out_features, generator=generator)
+
+    return _uneven(make, num_samples, 1, step)
+
+
+def _uneven(
+    make: Callable[[int, int, int], tuple[Tensor, Tensor]], num_samples: int, length: int, step: int
+) -> Batch:
+    """A whole batch, or in the second of two steps ready microbatches, all of them uneven.
+
+    ``make(first, count, length)`` makes samples ``first`` to ``first + count``.
+    """
+    if step % 2 == 0:
+        return make(0, num_samples, length)
+    # One sample too many for microbatches of one: the last has two.
+    last = num_samples - 2
+    return [make(k, 2 if k == last else 1, max(1, length - k % 3)) for k in range(last + 1)]
 
 
 def whole_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:

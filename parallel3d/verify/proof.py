@@ -16,7 +16,7 @@ from .cases import LAYOUTS, Case, product
 from .compare import PARAMETERS, Cell, cells, first_difference
 from .ranks import run
 from .reference import half_norm, train_plainly
-from .subject import LossFn, Subject, count_items
+from .subject import Batch, LossFn, Subject, count_items
 from .trace import Setting, Trace
 
 
@@ -62,7 +62,7 @@ def verify(
     build: Callable[[Topology], nn.Sequential],
     reference: Callable[[], nn.Module],
     loss: LossFn,
-    batch: Callable[[int], tuple[Any, Any]],
+    batch: Callable[[int], Batch],
     *,
     cut_loss: Callable[[Topology], LossFn] | None = None,
     num_items: Callable[[Any], Tensor | int] = count_items,
@@ -70,6 +70,7 @@ def verify(
     zero: Iterable[int] = (1,),
     schedule: Iterable[str] = ("1f1b",),
     recompute: Iterable[str] = ("none",),
+    num_chunks: Iterable[int | None] = (None,),
     steps: int = 3,
     num_microbatches: int = 4,
     tolerance: float = 1e-12,
@@ -84,13 +85,14 @@ def verify(
         build: ``build(topology)`` gives the model, an ``nn.Sequential`` of units.
         reference: gives the same model in plain ``torch.nn``, whole, with the same names.
         loss: ``loss(output, target)``, the sum over a batch's items.
-        batch: ``batch(step)`` gives a whole batch ``(x, target)``.
+        batch: ``batch(step)`` gives a whole batch ``(x, target)``, or a list of ready microbatches.
         cut_loss: ``cut_loss(topology)`` gives the loss for outputs left cut over ``tp``.
         num_items: counts a target's items.
         layouts: ``pp x dp x tp``, each.
         zero: ZeRO stages.
         schedule: pipeline schedules.
         recompute: modes.
+        num_chunks: stages per pipeline rank, None for what a schedule needs.
         steps: training steps.
         num_microbatches: in each dp rank's share of a batch.
         tolerance: relative, of all columns but AdamW's weights, which get 100 times as much.
@@ -102,7 +104,8 @@ def verify(
     subject = Subject(build, reference, loss, batch, cut_loss, num_items)
     setting = Setting(steps, num_microbatches)
     rows = []
-    for row in prove(subject, product(layouts, zero, schedule, recompute), setting, tolerance):
+    cases = product(layouts, zero, schedule, recompute, num_chunks)
+    for row in prove(subject, cases, setting, tolerance):
         rows.append(row)
         if report is not None:
             report(row)

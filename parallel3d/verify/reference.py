@@ -42,7 +42,7 @@ def _run(
             gradients = {name: p.grad.clone() for name, p in _trained(model) if p.grad is not None}
         norms.append(float(clip_grad_norm_(model.parameters(), setting.max_grad_norm)))
         optimizer.step()
-    return Run(initial, losses, norms, gradients, _whole(model), [])
+    return Run(losses, norms, gradients, _whole(model), [])
 
 
 def _model(subject: Subject, initial: Tensors) -> nn.Module:
@@ -59,10 +59,11 @@ def _model(subject: Subject, initial: Tensors) -> nn.Module:
 
 
 def _backward(model: nn.Module, subject: Subject, step: int) -> float:
-    """One backward of the mean over the whole batch; the mean."""
-    x, target = tree_map_only(Tensor, _widen, subject.batch(step))
-    items = max(1, int(subject.num_items(target)))
-    loss = subject.loss(model(x), target) / items
+    """One backward of the mean over the whole batch, which ready microbatches are together."""
+    batch = tree_map_only(Tensor, _widen, subject.batch(step))
+    parts = batch if isinstance(batch, list) else [batch]
+    items = max(1, sum(int(subject.num_items(target)) for _, target in parts))
+    loss = torch.stack([subject.loss(model(x), target) for x, target in parts]).sum() / items
     loss.backward()
     for _, parameter in _trained(model):
         if parameter.grad is None:

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from ..topology import Topology
 
 LossFn = Callable[[Any, Any], Tensor]
+Batch = tuple[Any, Any] | list[tuple[Any, Any]]
 IGNORED = -100
 
 
@@ -31,7 +32,8 @@ class Subject:
             the same whole shapes.
         loss: ``loss(output, target)`` of whole outputs: the sum over a batch's items.
         batch: ``batch(step)`` gives the whole batch ``(x, target)``, pytrees of tensors that are
-            cut along dim 0; the same whenever it is called.
+            cut along dim 0; the same whenever it is called. Or a list ``[(x, target), ...]`` of
+            ready microbatches, whose sizes may differ; each dp rank gets as many of them.
         cut_loss: ``cut_loss(topology)`` gives the loss for outputs that the model leaves cut over
             ``tp``; by default it is ``loss``.
         num_items: counts a target's items.
@@ -40,7 +42,7 @@ class Subject:
     build: Callable[[Topology], nn.Sequential]
     reference: Callable[[], nn.Module]
     loss: LossFn
-    batch: Callable[[int], tuple[Any, Any]]
+    batch: Callable[[int], Batch]
     cut_loss: Callable[[Topology], LossFn] | None = None
     num_items: Callable[[Any], Any] = count_items
 

@@ -11,7 +11,7 @@ from rich.text import Text
 from .proof import Row
 
 COLUMNS = (
-    *(("layout", 7), ("zero", 5), ("schedule", 9), ("recompute", 10), ("loss", 9)),
+    *(("model", 13), ("layout", 7), ("zero", 5), ("schedule", 13), ("recompute", 10), ("loss", 9)),
     *(("gradient", 9), ("norm", 9), ("sgd", 9), ("adamw", 9), ("bits", 7), ("seconds", 8)),
 )
 
@@ -35,9 +35,9 @@ class Table:
         )
         self.task = self.progress.add_task("plain PyTorch", total=num_rows)
 
-    def add(self, row: Row) -> None:
+    def add(self, model: str, row: Row) -> None:
         """Print a row; what breaks a promise is red, and marked with !."""
-        self.console.print(_line(row))
+        self.console.print(_line(model, row))
         self.progress.update(self.task, advance=1, description=f"after {row.case.grid}")
 
     def __enter__(self) -> Table:
@@ -55,12 +55,14 @@ class Table:
         self.progress.stop()
 
 
-def _line(row: Row) -> Text:
+def _line(model: str, row: Row) -> Text:
     case, fine = row.case, True
+    chunks = f" x{case.num_chunks}" if case.num_chunks else ""
     values = {
+        "model": (model, fine),
         "layout": (str(case.grid), fine),
         "zero": (str(case.zero), fine),
-        "schedule": (case.schedule, fine),
+        "schedule": (case.schedule + chunks, fine),
         "recompute": (case.recompute, fine),
         **{name: (f"{cell.error:.1e}", cell.passes) for name, cell in row.cells.items()},
         "bits": _bits(row),

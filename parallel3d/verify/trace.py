@@ -39,7 +39,6 @@ class Run:
     which ranks that should hold the same values do not.
     """
 
-    initial: Tensors
     losses: list[float]
     norms: list[float]
     gradients: Tensors

@@ -11,7 +11,7 @@ from parallel3d.verify.compare import Cell, cells, first_difference, tensor_erro
 from parallel3d.verify.trace import Run, Trace
 
 ONE = torch.ones(2, dtype=torch.float64)
-RUN = Run({}, [2.0, 1.0], [1.0, 1.0], {"a": ONE, "b": ONE}, {"a": ONE, "b": ONE}, [])
+RUN = Run([2.0, 1.0], [1.0, 1.0], {"a": ONE, "b": ONE}, {"a": ONE, "b": ONE}, [])
 TRACE: Trace = {"sgd": RUN, "adamw": RUN}
 
 
