@@ -43,7 +43,7 @@ def train(
     data = build_data(config)
     model = build_model(config, topology, data)
     meter = build_meter(config, topology, model, tokens=0)
-    engine = build_engine(config, topology, model)
+    engine = build_engine(config, topology, model, data)
     start = resume(config, folder, engine, data)
     meter.tokens = start.tokens
     ranks = places(engine)

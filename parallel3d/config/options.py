@@ -18,8 +18,6 @@ ScheduleName = Literal[
 
 BUILT: dict[str, tuple[Any, ...]] = {
     "precision": ("fp32", "fp64", "bf16"),
-    "pipeline.schedule": ("gpipe", "interleaved", "looped-bfs", "zb-h1", "zbv", "1f1b"),
-    "pipeline.partition": ("uniform", "parameters"),
     "zero.stage": (0, 1),
     "zero.shard_size": (None,),
     "zero.reduce_dtype": (None,),

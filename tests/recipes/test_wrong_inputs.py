@@ -27,7 +27,7 @@ WRONG = {
     "pipeline.num_microbatches=0": r"num_microbatches = 0 is below 1: .*num_microbatches=1",
     "pipeline.num_microbatches=3": r"global_batch_size = 32 .* 2 \* 3 = 6: set .*=30 or 36",
     "pipeline.schedule=2f2b": r"pipeline\.schedule = '2f2b' is not one of gpipe, 1f1b",
-    "pipeline.schedule=v-half": r"pipeline\.schedule = v-half is not built yet: .*schedule=1f1b",
+    "pipeline.schedule=mine.txt": r"schedule = 'mine\.txt': there is no such file",
     "pipeline.partition=[2,1]": r"partition = \[2, 1\]: cuts are .* for example \[2,4\]",
     "topology.pp=2 pipeline.partition=[9]": r"partition.*9",
     "topology.pp=2 pipeline.partition=[0]": r"partition = \[0\]: cuts are",
