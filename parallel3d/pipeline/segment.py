@@ -93,10 +93,7 @@ class Segment:
         del edges
         gradients.clear()
         leaves, self.leaves = self.leaves, []
-        return [
-            torch.zeros_like(leaf) if leaf.grad is None else _contiguous(leaf.grad)
-            for leaf in filter(_needs_grad, leaves)
-        ]
+        return [_take_gradient(leaf) for leaf in filter(_needs_grad, leaves)]
 
     def _trace(self) -> Outputs:
         with torch.enable_grad():
@@ -149,6 +146,12 @@ def hand_on(outputs: list[Any], spec: TreeSpec, needs: list[bool]) -> Any:
             output.requires_grad_(need)
         handed.append(output)
     return tree_unflatten(handed, spec)
+
+
+def _take_gradient(leaf: Tensor) -> Tensor:
+    """Its gradient, which it no longer keeps: whoever still has the leaf does not need that."""
+    gradient, leaf.grad = leaf.grad, None
+    return torch.zeros_like(leaf) if gradient is None else _contiguous(gradient)
 
 
 def _contiguous(tensor: Tensor) -> Tensor:

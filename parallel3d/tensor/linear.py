@@ -93,6 +93,7 @@ class _ParallelLinear(nn.Module):
 
     def weight_grad(self, x: Tensor, grad: Tensor) -> Tensor | None:
         """``grad.t() @ x`` over all rows, as ``nn.Linear`` has it: now, or when ``defer`` says."""
+        x = x.detach()  # what waits keeps this tensor, not the graph that made it
 
         def make() -> Tensor:
             return grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1])

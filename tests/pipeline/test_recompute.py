@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from parallel3d.rng import seed_of
 from tests.pipeline.unit_cases import CASES, REPEATABLE, in_place_through_a_view
@@ -114,3 +117,54 @@ def test_an_input_overwritten_after_the_forward_is_found_when_it_is_repeated() -
         output.zero_()
     with pytest.raises(RuntimeError, match="unit 1 changes its input"):
         stage.backward(0, gradients_for(output))
+
+
+@pytest.mark.parametrize("needs_grad", [True, False], ids=["inner", "first"])
+@pytest.mark.parametrize("case", REPEATABLE)
+def test_the_same_outputs_need_a_gradient_with_recompute_as_without(
+    case: str, needs_grad: bool
+) -> None:
+    found = []
+    for recompute in (False, True):
+        seen: list[list[bool]] = []
+        modules = made(CASES[case])
+        for module in modules:
+            module.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(needs(args)))
+        output = stage_of(modules, recompute=recompute).forward(0, hidden(needs_grad), seed=0)
+        found.append([*seen, needs(output)])
+    assert found[0] == found[1]
+
+
+def needs(tree: Any) -> list[bool]:
+    return [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(tree)]
+
+
+def force(x: Tensor) -> Tensor:
+    """The derivative of an energy, as models of molecules compute it."""
+    return torch.autograd.grad(x.sin().square().sum(), x, create_graph=True)[0]
+
+
+def test_a_unit_may_differentiate_in_its_forward() -> None:
+    units = lambda: [linear(), Apply(force), linear()]  # noqa: E731
+    again = by_stage(made(units), hidden(), recompute=True)
+    assert agree(again, as_one_graph(made(units), hidden()))
+
+
+class Moody(nn.Module):
+    """Cuts its output off from its input every second time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        return x * 2 if self.runs % 2 else (x * 2).detach()
+
+
+def test_other_outputs_that_need_a_gradient_in_the_repeat_are_an_error_with_the_unit() -> None:
+    stage = stage_of([linear(), Moody()], recompute=True)
+    output = stage.forward(0, hidden(), seed=0)
+    with pytest.raises(RuntimeError, match=r"unit 1 gives outputs .* recompute.mode=none") as error:
+        stage.backward(0, gradients_for(output))
+    assert error.value.__notes__ == ["in unit 1 (Moody), stage 0"]
