@@ -51,13 +51,16 @@ def _check_microbatches(program: Program, rules: Dependencies) -> None:
     num_microbatches = 1 + max((action.microbatch for action in rules.rank_of), default=-1)
     ops = {action.op for action in rules.rank_of}
     is_training = bool(ops & COMPUTE - _FORWARD)
+    of_stage: dict[int, list[Action]] = {stage: [] for stage in rules.home}
+    for action in (action for actions in program for action in actions):
+        of_stage[action.stage].append(action)
     for kind in (_FORWARD, _INPUT_GRAD, _WEIGHT_GRAD) if is_training else (_FORWARD,):
-        for stage, rank in rules.home.items():
-            order = [a for a in program[rank] if a.stage == stage and a.op in kind]
+        for stage, actions in of_stage.items():
+            order = [action for action in actions if action.op in kind]
             for one, other in pairwise(order):
                 if one.microbatch >= other.microbatch:
                     raise ValueError(
-                        f"rank {rank} runs {one} before {other}: the microbatches of a stage must"
+                        f"rank {rules.home[stage]} runs {one} before {other}: the microbatches of a stage must"
                         " ascend, or its gradients would depend on the schedule"
                     )
             missing = set(range(num_microbatches)) - {action.microbatch for action in order}

@@ -6,6 +6,7 @@ those that its channel has not yet served. Time is kinder, as on a device: a pos
 hold up the computes behind it.
 """
 
+from collections import deque
 from typing import NamedTuple
 
 from parallel3d.pipeline.actions import COMPUTE, RECEIVES, SENDS, Action, Op, Program, show_actions
@@ -38,25 +39,29 @@ class Walk:
         self.free: dict[tuple[int, int, Op], float] = {}  # when a channel can take its next message
         self.spans: list[list[Span]] = [[] for _ in program]
         self.ahead = _ahead(program)
+        self.asleep: dict[Action, list[int]] = {}  # the ranks that wait for an action
 
     def run(self) -> None:
         """Walk to the end. Raises ValueError with the circle of waiting if there is none."""
-        moved = True
-        while moved:
-            moved = max(map(self._advance, range(len(self.program))), default=False)
+        ready = deque(range(len(self.program)))
+        while ready:
+            ready.extend(self._advance(ready.popleft()))
         for stuck in filter(None, map(self._here, range(len(self.program)))):
             raise ValueError(self._circle(stuck))
 
-    def _advance(self, rank: int) -> bool:
-        start, actions = self.at[rank], self.program[rank]
-        while self.at[rank] < len(actions):
-            action = actions[self.at[rank]]
+    def _advance(self, rank: int) -> list[int]:
+        """Take one rank as far as it comes; return the ranks that waited for what it has done."""
+        woken: list[int] = []
+        while (action := self._here(rank)) is not None:
             needs = self.rules.needs(action)
-            if not all(map(self._is_met, needs)):
+            cause = next(filter(None, map(self._missing, needs)), None)
+            if cause is not None:
+                self.asleep.setdefault(cause, []).append(rank)
                 break
             self._perform(rank, action, needs)
             self.at[rank] += 1
-        return self.at[rank] > start
+            woken += self.asleep.pop(action, [])
+        return woken
 
     def _perform(self, rank: int, action: Action, needs: list[Action]) -> None:
         start = max([self.clock[rank], *(self._arrival(need, rank) for need in needs)])
@@ -76,10 +81,13 @@ class Walk:
         is_far = need.op in COMPUTE and self.rules.rank_of[need] != rank
         return self.done[need] + self.comm * is_far
 
-    def _is_met(self, need: Action) -> bool:
-        """Whether an action has been reached; a receive also once its channel has served others."""
+    def _missing(self, need: Action) -> Action | None:
+        """What must be done before a need is met: itself, or the message ahead of a receive."""
+        if need not in self.done:
+            return need
         ahead = self.ahead.get(need)
-        return need in self.done and (ahead is None or send_of(ahead) in self.done)
+        send = send_of(ahead) if ahead is not None else None
+        return None if send in self.done else send
 
     def _here(self, rank: int) -> Action | None:
         """The action at which a rank stands."""
@@ -109,11 +117,10 @@ class Walk:
         rank = self.rules.rank_of[action]
         here = self._here(rank)
         if action == here:
-            needs = self.rules.needs(action)
-            cause = next(need for need in needs if not self._is_met(need))
+            cause = next(filter(self._missing, self.rules.needs(action)))
         elif action not in self.done and here is not None:
             return f"stands behind {here} on rank {rank}", here
-        elif not self._is_met(action):
+        elif self._missing(action):
             cause = self.ahead[action]
             return f"stands behind {cause} on rank {rank}", cause
         else:
