@@ -60,8 +60,8 @@ def _check_microbatches(program: Program, rules: Dependencies) -> None:
             for one, other in pairwise(order):
                 if one.microbatch >= other.microbatch:
                     raise ValueError(
-                        f"rank {rules.home[stage]} runs {one} before {other}: the microbatches of a stage must"
-                        " ascend, or its gradients would depend on the schedule"
+                        f"rank {rules.home[stage]} runs {one} before {other}: the microbatches of"
+                        " a stage must ascend, or its gradients would depend on the schedule"
                     )
             missing = set(range(num_microbatches)) - {action.microbatch for action in order}
             if missing:
