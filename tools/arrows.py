@@ -17,7 +17,7 @@ LAYERS = (
     {"rng"},
     {"comm"},
     {"tensor", "pipeline", "zero"},
-    {"optim", "checkpoint", "log", "data", "plan", "batch"},
+    {"optim", "checkpoint", "log", "data", "plan", "batch", "watch"},
     {"assemble"},
     {"engine", "memory"},
     {"build", "job", "predict", "resume"},
@@ -29,8 +29,8 @@ NARROWER = {"placement": {"topology"}, "rng": {"topology", "placement"}}
 USERS_OF_CONFIG = {"assemble", "build", "job", "report", "resume", "train"}
 # Files of pipeline that plan on numbers alone: no torch, nothing of ours but each other.
 PAPER = set(
-    "actions auto check costs cut dependencies draw filling greedy memory partition passes "
-    "program_file rhythm schedules simulate svg trace walk".split()
+    "actions auto check costs cut dependencies draw filling greedy measured memory partition "
+    "passes program_file rhythm schedules simulate svg trace walk".split()
 )
 MODELS_MAY = {"torch", "einops", "models", f"{PACKAGE}.tensor"}
 COLLECTIVES = set(

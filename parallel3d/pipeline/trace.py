@@ -1,18 +1,16 @@
-"""A measured step of all ranks: as a file that Perfetto and Chrome open, and beside the simulation.
+"""A measured step of all ranks, and the file of it that Perfetto and Chrome open.
 
 The file is JSON in the Trace Event Format: one process a rank, its spans named by their actions,
-categories by what the time went into.
+with a category for what the time went into.
 """
 
 import json
-from collections.abc import Iterator, Sequence
-from statistics import fmean
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from parallel3d.pipeline.actions import Op, Program, parse, parse_action, show
-from parallel3d.pipeline.check import check
 from parallel3d.pipeline.costs import Costs
-from parallel3d.pipeline.simulate import Span, Timeline, simulate
+from parallel3d.pipeline.simulate import Span, Timeline
 
 CATEGORIES = {
     Op.FORWARD: "forward",
@@ -26,8 +24,8 @@ WAIT, MESSAGE = "wait", "message"
 class Lane(NamedTuple):
     """What one rank did in a step; times in seconds of a clock that all ranks share.
 
-    ``pp`` is its pipeline rank and ``replica`` the number of its pipeline. ``waits`` name the
-    computation that waited, ``messages`` are the host's part of sends and receives.
+    ``pp`` is its pipeline rank and ``replica`` the number of its pipeline, -1 on paper. ``waits``
+    name the computation that waited, ``messages`` are the host's part of sends and receives.
     """
 
     name: str
@@ -49,44 +47,12 @@ class Trace(NamedTuple):
     lanes: list[Lane]
 
 
-def measured(trace: Trace, replica: int = 0) -> Timeline:
-    """The step of one pipeline, in milliseconds from its first computation on."""
-    lanes = _pipeline(trace, replica)
-    zero = min(lane.computes[0].start for lane in lanes)
-    return Timeline([_shifted(lane.computes, zero) for lane in lanes], [], [])
-
-
-def messages(trace: Trace, replica: int = 0) -> list[list[Span]]:
-    """When the hosts of one pipeline were busy with messages, on the scale of ``measured``."""
-    lanes = _pipeline(trace, replica)
-    zero = min(lane.computes[0].start for lane in lanes)
-    return [_shifted(lane.messages, zero) for lane in lanes]
-
-
-def simulated(trace: Trace, replica: int = 0) -> Timeline:
-    """The program on paper, in milliseconds, each action as long as it was measured on average.
-
-    The mean is over the microbatches of a stage. A message takes the time that was measured before
-    the run, if it was, else none.
-    """
-    means = mean_times(measured(trace, replica))
-    count = len(check(trace.program).home)
-    forward, backward, input_grad, weight_grad = (
-        [means.get((stage, op), 0.0) for stage in range(count)] for op in CATEGORIES
-    )
-    whole = [max(b, i + w) for b, i, w in zip(backward, input_grad, weight_grad, strict=True)]
-    first = [b - w for b, w in zip(whole, weight_grad, strict=True)]
-    comm = 1e3 * trace.costs.comm if trace.costs else 0.0
-    return simulate(trace.program, f=forward, i=first, w=weight_grad, comm=comm)
-
-
-def mean_times(timeline: Timeline) -> dict[tuple[int, Op], float]:
-    """The mean time of each stage's computations of one kind."""
-    times: dict[tuple[int, Op], list[float]] = {}
-    for spans in timeline.spans:
-        for action, start, end in spans:
-            times.setdefault((action.stage, action.op), []).append(end - start)
-    return {key: fmean(values) for key, values in times.items()}
+def lanes_of(timeline: Timeline, name: str, zero: float = 0.0) -> list[Lane]:
+    """A timeline in milliseconds as lanes of their own, which begins at ``zero`` seconds."""
+    return [
+        Lane(f"{name} {rank}", rank, -1, [_seconds(span, zero) for span in spans], [], [])
+        for rank, spans in enumerate(timeline.spans)
+    ]
 
 
 def to_json(trace: Trace) -> str:
@@ -155,12 +121,5 @@ def _read_span(lane: Lane, event: dict[str, Any]) -> None:
     kept.append(Span(action, start, start + event["dur"] / 1e6))
 
 
-def _pipeline(trace: Trace, replica: int) -> list[Lane]:
-    """The lanes of one pipeline, by pipeline rank."""
-    lanes = [lane for lane in trace.lanes if lane.replica == replica]
-    return sorted(lanes, key=lambda lane: lane.pp)
-
-
-def _shifted(spans: Sequence[Span], zero: float) -> list[Span]:
-    """In milliseconds from ``zero`` seconds on."""
-    return [Span(action, 1e3 * (start - zero), 1e3 * (end - zero)) for action, start, end in spans]
+def _seconds(span: Span, zero: float) -> Span:
+    return Span(span.action, zero + span.start / 1e3, zero + span.end / 1e3)

@@ -4,18 +4,16 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
 from parallel3d.pipeline import draw
-from parallel3d.pipeline.actions import parse, show
+from parallel3d.pipeline.actions import parse_action, show
 from parallel3d.pipeline.passes import lower
-from parallel3d.pipeline.schedules import NAMES, build
-from parallel3d.pipeline.simulate import simulate
+from parallel3d.pipeline.schedules import build
+from parallel3d.pipeline.simulate import Span, Timeline, simulate
 
 ROOT = Path(__file__).parents[2]
-SVG = "{http://www.w3.org/2000/svg}"
 
 
 def test_text_shows_one_row_a_rank_to_scale() -> None:
@@ -47,30 +45,28 @@ def test_summary_is_one_line() -> None:
     assert draw.summary(timeline) == "makespan 25.5  bubble 1.5  peak 4"
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_svg_has_a_box_with_its_number_for_every_compute(name: str) -> None:
-    schedule = build(name, 4, 6)
-    timeline = simulate(lower(schedule), comm=0.1)
-    page = ElementTree.fromstring(draw.svg(timeline, "a < b & c"))
-    titles = [title.text for title in page.iter(f"{SVG}title")]
-    assert titles == [str(action) for actions in schedule.program for action in actions]
-    texts = [text.text for text in page.iter(f"{SVG}text")]
-    assert {"a < b & c", "forward", *(f"rank {rank}" for rank in range(4))} <= set(texts)
-    right = float(page.attrib["width"])
-    assert all(
-        0 <= float(box.attrib["x"]) <= float(box.attrib["x"]) + float(box.attrib["width"]) <= right
-        for box in page.iter(f"{SVG}rect")
+def test_timelines_are_drawn_under_each_other_at_one_scale() -> None:
+    fast, slow = (simulate(build("1f1b", 2, 2).program, f=f) for f in (1, 2))
+    lines = draw.side_by_side([draw.Panel("fast", fast), draw.Panel("slow", slow)]).splitlines()
+    assert [line for line in lines if line in ("fast", "slow")] == ["fast", "slow"]
+    assert lines[1] == "rank 0  F0 F1 ......B0    ...B1"
+    assert lines[5] == "rank 0  F0    F1    ......B0    ......B1"
+
+
+def test_what_is_too_short_for_its_label_shows_its_op_and_never_a_wrong_number() -> None:
+    long = [Span(parse_action(f"0F{k}"), 10 * k, 10 * k + 9) for k in range(12)]
+    short = Span(parse_action("0B11"), 119, 123)
+    row = draw.text(Timeline([[*long, short]], [1], [0])).split("  ", 1)[1]
+    assert "F10 " in row and "F11" in row
+    assert row.endswith("B") and "B1" not in row
+
+
+def test_the_share_of_a_rank_that_idles() -> None:
+    timeline = Timeline(
+        [[Span(parse_action("0F0"), 0, 3)], [Span(parse_action("1F0"), 3, 4)]], [], []
     )
-
-
-def test_svg_reads_on_light_and_dark_pages() -> None:
-    assert "prefers-color-scheme: dark" in draw.svg(simulate(build("1f1b", 2, 2).program), "")
-
-
-def test_the_picture_of_the_readme_is_what_the_tool_draws(tmp_path: Path) -> None:
-    out = tmp_path / "x.svg"
-    _main(["schedule=1f1b", "pp=4", "num_microbatches=8", f"out={out}"])
-    assert out.read_text() == (ROOT / "docs" / "1f1b.svg").read_text()
+    assert draw.idle_shares(timeline) == [0.25, 0.75]
+    assert draw.idle_shares(Timeline([[]], [], [])) == [0.0]
 
 
 def _main(arguments: list[str]) -> None:
@@ -96,8 +92,7 @@ def test_the_tool_draws_a_program_from_a_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "program.txt"
-    path.write_text(show(lower(build("zb-h1", 4, 8))))
-    assert parse(path.read_text())
+    path.write_text("# mine\n" + show(lower(build("zb-h1", 4, 8))))
     _main([f"schedule={path}"])
     assert capsys.readouterr().out.splitlines()[-1] == "makespan 27  bubble 3  peak 4"
 
@@ -111,6 +106,9 @@ def test_the_tool_draws_a_program_from_a_file(
         ("w=-1", "w = '-1': a time is a number, 0 or more"),
         ("pp=two", "pp = 'two': a count is a whole number"),
         ("schedule=2f2b", "pipeline.schedule = '2f2b'"),
+        ("out=x.gif", "out = 'x.gif' must end in .svg, .png, .json"),
+        ("theme=blue", "theme = 'blue' is not one of auto, light, dark"),
+        ("run=nowhere", "run = 'nowhere' has no trace.json: a run writes it every log.trace"),
     ],
 )
 def test_the_tool_refuses_wrong_arguments(argument: str, message: str) -> None:
