@@ -18,6 +18,7 @@ from .optim.norm import clip, clip_coefficient
 from .pipeline.runtime import Step
 from .rng import seed_of
 from .topology import Topology
+from .watch import watch_over, watched
 
 
 class StepResult(NamedTuple):
@@ -66,7 +67,8 @@ class Engine:
             finite raises RuntimeError. Each such step is skipped on all ranks together.
         init: ``init(name, tensor)`` fills every parameter, given whole in fp32, in place.
         compile: compile each unit for itself.
-        timeout: seconds after which a rank that waits for another gives up.
+        timeout: seconds that a rank may be at one thing, a wait or a computation; then all end,
+            with a report of who waits for whom.
         seed: of initial values and dropout.
 
     The model's parameters become views of the engine's buffers. After a step their new values may
@@ -128,7 +130,10 @@ class Engine:
         )
         self.topology, self.seed = topology, seed
         self.max_grad_norm, self.max_bad_steps = max_grad_norm, max_bad_steps
-        self.parts = assemble(model, topology, options)
+        self.watch = watch_over(topology, timeout)
+        with self.watch.during("the making of the engine"):
+            self.parts = assemble(model, topology, options)
+        self.watch.follow(self.parts.interpreter, self.parts.programs.rank_of_stage)
         self.step, self.bad_steps = 0, 0
         self._checked = False
         self._known: set[tuple[bool, int]] = set()
@@ -136,6 +141,7 @@ class Engine:
             precision
         ]
 
+    @watched("a training step")
     def train_step(self, x: Any, target: Any = None) -> StepResult:
         """One update on this dp rank's share of a batch. Collective over the world.
 
@@ -143,6 +149,7 @@ class Engine:
         ``x`` may be None off the first stage. A list ``[(x, target), ...]`` is ready microbatches,
         whose sizes may differ. Raises ValueError for a batch smaller than the microbatches.
         """
+        self.watch.notes.step = self.step + 1
         batch = self._batch(x, target, self.parts.programs.num_microbatches)
         if not self._checked:
             check_same(batch, self.topology)
@@ -154,9 +161,11 @@ class Engine:
         except BaseException:
             self.parts.shards.abandon()
             raise
+        self.watch.enters("the sum of gradients")
         self.parts.shards.finish_reduce()
         return self._update(items.wait())
 
+    @watched("an evaluation step")
     def eval_step(self, x: Any, target: Any = None) -> StepResult:
         """The loss of this dp rank's share of a batch, which may have any size, also none.
 
@@ -167,6 +176,7 @@ class Engine:
         self.parts.criterion.begin(batch.targets, None)
         if batch.targets:
             self._run(batch, training=False)
+        self.watch.enters("the sum of losses")
         scalars = torch.zeros(self.topology.dp.size, dtype=torch.float64, device=items.device)
         self._write_loss(scalars)
         *losses, count = torch.cat(
@@ -175,6 +185,7 @@ class Engine:
         loss = sum(losses) / count if count else math.nan
         return StepResult(loss, math.nan, self.parts.optimizer.lr, False, int(count))
 
+    @watched("a save")
     def save(self, folder: str | Path, **meta: Any) -> None:
         """Write a checkpoint that any layout can load; all or nothing. Collective.
 
@@ -185,6 +196,7 @@ class Engine:
             raise ValueError(f"meta {', '.join(taken)} is the engine's own: use another name")
         save_state(self.parts, Path(folder), {**counters, **meta})
 
+    @watched("a load")
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Take weights, optimizer state and counters from a checkpoint of any layout. Collective.
 
@@ -194,6 +206,7 @@ class Engine:
         self.step, self.bad_steps = meta["step"], meta["bad_steps"]
         return meta
 
+    @watched("state_dict_whole")
     def state_dict_whole(self) -> dict[str, Tensor]:
         """Every parameter (fp32 master) and persistent buffer, whole, on the CPU. Collective.
 
@@ -250,9 +263,11 @@ class Engine:
         self._write_loss(scalars[count:])
         all_reduce(scalars, self.topology.world, tag="norm")
         # The one place in a step where the host waits for the device.
+        self.watch.awaits_device()
         square, *losses, num_items = torch.cat(
             [scalars[:count].sum().view(1), scalars[count:], items.view(1)]
         ).tolist()
+        self.watch.enters("the update")
         norm, loss = math.sqrt(square) if square >= 0 else math.nan, sum(losses)
         bad = not (math.isfinite(norm) and math.isfinite(loss))
         lr = parts.optimizer.lr

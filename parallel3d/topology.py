@@ -21,6 +21,7 @@ from .launch import Launch, device_index
 from .meeting import meet
 
 AXES = ("pp", "dp", "tp")
+MARGIN = 30.0  # seconds that a group waits longer, so that the watch can say who is missing
 
 
 @dataclass(frozen=True)
@@ -181,11 +182,17 @@ class Topology:
 
     Use as a context manager, or call ``close()``. Made by ``Topology.init``. ``channels`` are those
     that ``comm.p2p`` has opened between pipeline ranks, by edge; ``lines`` the axes over some
-    pipeline ranks that ``comm.lines`` has, by those ranks.
+    pipeline ranks that ``comm.lines`` has, by those ranks. ``store`` is where the ranks met, None
+    for one process alone, and ``watch`` what watches over them (see ``watch.watch_over``).
     """
 
     def __init__(
-        self, grid: Grid, axes: dict[str, Axis], device: torch.device, owner: bool
+        self,
+        grid: Grid,
+        axes: dict[str, Axis],
+        device: torch.device,
+        owner: bool,
+        store: dist.Store | None = None,
     ) -> None:
         self.grid = grid
         self.pp, self.dp, self.tp = (axes[name] for name in AXES)
@@ -194,6 +201,8 @@ class Topology:
         self.device = device
         self.channels: dict[Any, Any] = {}
         self.lines: dict[tuple[int, ...], Axis | None] = {}
+        self.store = store
+        self.watch: Any = None
         self._owner, self._closed = owner, False
 
     @classmethod
@@ -213,8 +222,9 @@ class Topology:
         One degree may be None and is inferred. Without a launcher this is one process, 1x1x1,
         and no process group is made. CUDA devices speak NCCL, the CPU gloo; ``backend`` and
         ``device`` override this (several gloo ranks on one GPU, for tests). ``timeout`` in
-        seconds holds for every group; ``init_method`` is torch's, the launcher's if None. An
-        initialised default group is used and left alone.
+        seconds is how long ranks wait for each other, here and, ``MARGIN`` longer, in every group;
+        ``init_method`` is torch's, the launcher's if None. An initialised default group is used
+        and left alone.
 
         Raises ValueError, on every rank and before any communication, when the degrees do not
         multiply to the number of processes.
@@ -232,8 +242,10 @@ class Topology:
         if grid.size == 1 and not joined:
             axes = {name: Axis.single(name) for name in (*AXES, "world")}
             return cls(grid, axes, where, owner=False)
-        if not joined:
-            _join(launch, where, timeout, backend, init_method)
+        if joined:
+            store = dist.distributed_c10d._get_default_store()
+        else:
+            store = _join(launch, where, timeout, backend, init_method)
         # A world that no launcher made says nothing about nodes.
         launched = launch.world_size == grid.size
         if launched and launch.local_world_size % grid.tp and dist.get_rank() == 0:
@@ -242,7 +254,7 @@ class Topology:
                 f"all-reduces cross the network; a tp that divides them stays inside a node",
                 stacklevel=2,
             )
-        return cls(grid, _axes(grid, timeout), where, owner=not joined)
+        return cls(grid, _axes(grid, timeout), where, owner=not joined, store=store)
 
     @cached_property
     def mesh(self) -> DeviceMesh:
@@ -278,15 +290,24 @@ class Topology:
         if self._closed:
             return
         self._closed = True
+        if self.watch is not None:
+            self.watch.close()
         if self._owner and dist.is_initialized():
             dist.barrier()
+            self._stop_watch()
+            dist.barrier()  # the store stays until nobody watches it any more
             dist.destroy_process_group()
         elif dist.is_initialized():
+            self._stop_watch()
             made = (*self.channels.values(), *self.lines.values(), self.pp, self.dp, self.tp)
             for end in made:
                 if end is not None and end.group is not None:
                     dist.destroy_process_group(end.group)
         self._let_go()
+
+    def _stop_watch(self) -> None:
+        if self.watch is not None:
+            self.watch.stop()
 
     def _let_go(self) -> None:
         """Drop every reference to a group, which ends its threads.
@@ -296,6 +317,7 @@ class Topology:
         for channel in self.channels.values():
             if channel is not None:
                 channel.close()
+        self.store = None
         for axis in (self.world, self.pp, self.dp, self.tp, *self.lines.values()):
             if axis is not None:
                 object.__setattr__(axis, "group", None)
@@ -329,7 +351,7 @@ def _device(device: str | torch.device | None, launch: Launch) -> torch.device:
 
 def _join(
     launch: Launch, device: torch.device, timeout: float, backend: str | None, init: str | None
-) -> None:
+) -> dist.Store:
     nccl = device.type == "cuda" and backend is None
     if init is None and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         # srun sets neither; both are known from SLURM's variables.
@@ -337,15 +359,17 @@ def _join(
         init = None if None in (host, port) else f"tcp://{host}:{port}"
     rank, world_size, limit = launch.rank, launch.world_size, timedelta(seconds=timeout)
     store, _, _ = next(dist.rendezvous(init or "env://", rank, world_size, timeout=limit))
+    store = meet(store, rank, world_size, timeout)
     dist.init_process_group(
         # Host messages (shapes, errors, names) go by gloo also where tensors go by NCCL.
         backend or ("cpu:gloo,cuda:nccl" if nccl else "gloo"),
-        store=meet(store, rank, world_size, timeout),
+        store=store,
         world_size=world_size,
         rank=rank,
-        timeout=limit,
+        timeout=timedelta(seconds=timeout + MARGIN),
         device_id=device if nccl else None,
     )
+    return store
 
 
 def _axes(grid: Grid, timeout: float) -> dict[str, Axis]:
@@ -357,7 +381,7 @@ def _axes(grid: Grid, timeout: float) -> dict[str, Axis]:
         for ranks in grid.groups(name):
             group = None
             if len(ranks) > 1:
-                group = dist.new_group(ranks, timeout=timedelta(seconds=timeout))
+                group = dist.new_group(ranks, timeout=timedelta(seconds=timeout + MARGIN))
             if me in ranks:
                 axes[name] = Axis(name, len(ranks), at, tuple(ranks), group)
     return axes

@@ -76,16 +76,19 @@ def loop(
     )
     tokens = config.data.global_batch_size * config.data.seq_len
     recorder = Recorder(clock_of(topology.device), host_offset(topology.world))
-    for x, target in batches:
+    watch = engine.watch
+    for x, target in watch.each("data loading", batches):
         engine.parts.ledger.reset()
         with meter.timed(tokens), recorder.listening(engine.parts.interpreter):
             result = engine.train_step(x, target)
         step, last, val_loss = engine.step, engine.step == steps, None
         record, extra = record_of(engine, result, meter, recorder)
         if due(step, config.train.eval_every) or (last and config.train.eval_every):
-            val_loss = evaluate(config, topology, data, engine)
+            with watch.during("evaluation"):
+                val_loss = evaluate(config, topology, data, engine)
             log.evaluated(step, math.nan if val_loss is None else val_loss)
-        log.step(record, extra)
+        with watch.during("logging"):
+            log.step(record, extra)
         stop = stopping()
         if due(step, config.log.trace) or ((last or stop) and config.log.trace):
             write_trace(folder / "trace.json", topology, recorder.read(), about(config, engine))
@@ -99,7 +102,8 @@ def loop(
                 data=fingerprint,
                 config=to_plain(config),
             )
-            prune(checkpoints, config.checkpoint.keep, topology.world)
+            with watch.during("the removal of old checkpoints"):
+                prune(checkpoints, config.checkpoint.keep, topology.world)
         if stop:
             break
 
@@ -130,7 +134,8 @@ def record_of(
 
 def about(config: Config, engine: Engine) -> Callable[[list[Lane]], Trace]:
     """The trace of the step that the engine has done, once it has what the ranks did."""
-    programs, costs = engine.parts.programs, engine.parts.costs
+    programs, parts = engine.parts.programs, engine.parts
+    costs = parts.costs if parts.cost_unit == "seconds" else None
     program = programs.whole(programs.num_microbatches)
     return partial(Trace, config.name or "", engine.step, config.pipeline.schedule, program, costs)
 
@@ -140,7 +145,8 @@ def evaluate(config: Config, topology: Topology, data: Any, engine: Engine) -> f
     total, items = 0.0, 0
     slots = slots_of(config, topology)
     for step in range(config.train.eval_batches):
-        x, target = data.validation(step, slots)
+        with engine.watch.during("loading of validation data"):
+            x, target = data.validation(step, slots)
         result = engine.eval_step(x, target)
         if result.num_items:
             total, items = total + result.loss * result.num_items, items + result.num_items

@@ -8,7 +8,8 @@ lower bounds without reduction inside the network. Objects go by the host and ar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -84,6 +85,7 @@ def start_reduce_scatter(x: Tensor, out: Tensor, axis: Axis, *, tag: str = "") -
     work = dist.all_to_all_single(parts, x, group=axis.group, async_op=True)
 
     def wait() -> Tensor:
+        record(axis, "reduce_scatter", tag, "block")
         work.wait()
         record(axis, "reduce_scatter", tag, "wait")
         first, second, *rest = parts.chunk(axis.size)
@@ -132,10 +134,9 @@ def broadcast_object(obj: Any, axis: Axis, source: int = 0) -> Any:
     """A small Python object of ``source``, a rank of the axis; by the host."""
     if axis.size == 1:
         return obj
-    box = [obj]
-    dist.broadcast_object_list(
-        box, axis.ranks[source], group=axis.group, device=torch.device("cpu")
-    )
+    box, host = [obj], torch.device("cpu")
+    with _by_the_host(axis, "broadcast_object"):
+        dist.broadcast_object_list(box, axis.ranks[source], group=axis.group, device=host)
     return box[0]
 
 
@@ -143,7 +144,8 @@ def all_gather_objects(obj: Any, axis: Axis) -> list[Any]:
     """One small Python object of each rank, in rank order; by the host."""
     gathered = [obj] * axis.size
     if axis.size > 1:
-        dist.all_gather_object(gathered, obj, group=axis.group)
+        with _by_the_host(axis, "all_gather_objects"):
+            dist.all_gather_object(gathered, obj, group=axis.group)
     return gathered
 
 
@@ -152,14 +154,25 @@ def gather_objects(obj: Any, axis: Axis) -> list[Any]:
     if axis.size == 1:
         return [obj]
     gathered = [None] * axis.size if axis.rank == 0 else None
-    dist.gather_object(obj, gathered, axis.ranks[0], group=axis.group)
+    with _by_the_host(axis, "gather_objects"):
+        dist.gather_object(obj, gathered, axis.ranks[0], group=axis.group)
     return gathered or []
 
 
 def barrier(axis: Axis) -> None:
     """Wait until every rank of the axis is here."""
     if axis.size > 1:
-        dist.all_reduce(torch.zeros(1), group=axis.group)
+        with _by_the_host(axis, "barrier"):
+            dist.all_reduce(torch.zeros(1), group=axis.group)
+
+
+@contextmanager
+def _by_the_host(axis: Axis, kind: str) -> Iterator[None]:
+    """What blocks from its beginning to its end, and is not counted."""
+    record(axis, kind, "", "issue")
+    record(axis, kind, "", "block")
+    yield
+    record(axis, kind, "", "wait")
 
 
 def _is_gloo(axis: Axis, x: Tensor) -> bool:
@@ -169,6 +182,7 @@ def _is_gloo(axis: Axis, x: Tensor) -> bool:
 
 def _pending(work: Any, axis: Axis, kind: str, tag: str, result: Tensor) -> Pending:
     def wait() -> Tensor:
+        record(axis, kind, tag, "block")
         work.wait()
         record(axis, kind, tag, "wait")
         return result

@@ -12,7 +12,9 @@ from ..topology import Axis
 class Event(NamedTuple):
     """One moment in the life of a communication on ``axis``, as this rank sees it.
 
-    ``bytes`` is what this rank sends for it (0 for a ``wait``); ``time`` in seconds.
+    ``phase`` is ``issue``, ``block`` (from here the host may stand still) or ``wait`` (it is
+    over). ``bytes`` is what this rank sends for it (0 but for an ``issue``); ``time`` in seconds;
+    ``ranks`` are those of the axis.
     """
 
     axis: str
@@ -21,13 +23,14 @@ class Event(NamedTuple):
     phase: str
     bytes: int
     time: float
+    ranks: tuple[int, ...] = ()
 
 
 class Ledger:
     """Collects the events of the axes it is attached to.
 
-    ``bytes()`` is the sum sent by this rank per axis since ``reset``; ``trace`` the events in
-    order, kept only while ``tracing`` is set, since it grows.
+    ``bytes()`` is the sum sent by this rank per axis since ``reset``; ``trace`` what was issued and
+    waited for, in order, kept only while ``tracing`` is set, since it grows.
     """
 
     def __init__(self) -> None:
@@ -56,13 +59,13 @@ class Ledger:
 
     def _hear(self, event: Event) -> None:
         self._bytes[event.axis] += event.bytes
-        if self.tracing:
+        if self.tracing and event.phase != "block":
             self.trace.append(event)
 
 
 def record(axis: Axis, kind: str, tag: str, phase: str, sent: int = 0) -> None:
     """Tell the axis's observers."""
     if axis.observers:
-        event = Event(axis.name, kind, tag, phase, sent, time.perf_counter())
+        event = Event(axis.name, kind, tag, phase, sent, time.perf_counter(), axis.ranks)
         for observer in axis.observers:
             observer(event)

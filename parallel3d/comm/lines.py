@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ..topology import Axis, Topology
+from ..topology import MARGIN, Axis, Topology
 
 Ranks = tuple[int, ...]
 
@@ -33,7 +33,7 @@ def _open(topology: Topology, ranks: Ranks, timeout: float) -> Axis | None:
     for dp in range(grid.dp):
         for tp in range(grid.tp):
             members = tuple(grid.rank(pp, dp, tp) for pp in ranks)
-            group = dist.new_group(list(members), timeout=timedelta(seconds=timeout))
+            group = dist.new_group(list(members), timeout=timedelta(seconds=timeout + MARGIN))
             if topology.rank in members:
                 at, heard = members.index(topology.rank), topology.pp.observers
                 mine = Axis(topology.pp.name, len(ranks), at, members, group, heard)

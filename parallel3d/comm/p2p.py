@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..topology import Axis, Topology
+from ..topology import MARGIN, Axis, Topology
 from .ledger import record
 
 
@@ -105,7 +105,7 @@ def open_channels(topology: Topology, edges: Iterable[Edge], timeout: float) -> 
         for dp in range(grid.dp):
             for tp in range(grid.tp):
                 ends = [grid.rank(edge.sender, dp, tp), grid.rank(edge.receiver, dp, tp)]
-                group = dist.new_group(sorted(ends), timeout=timedelta(seconds=timeout))
+                group = dist.new_group(sorted(ends), timeout=timedelta(seconds=timeout + MARGIN))
                 if topology.rank in ends:
                     peer = ends[0] if topology.rank == ends[1] else ends[1]
                     topology.channels[edge] = Channel(topology.pp, group, peer, edge.purpose)

@@ -1,0 +1,107 @@
+"""What the main thread notes of its doings: plain attributes, no lock, nothing sent."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from ..comm.ledger import Event
+from ..pipeline.actions import Action
+
+OUTSIDE = "the caller's code"
+CLOSING = "the end, which all ranks reach together"
+
+
+class Call(NamedTuple):
+    """A collective: its group's key, its name, and its number among those of the group."""
+
+    group: str
+    name: str
+    number: int
+
+
+class Doing(NamedTuple):
+    """One thing inside a phase.
+
+    ``how`` is ``waits``, ``computes`` or ``hands over`` (an action), ``flushes`` (after one),
+    ``joins`` (a collective), or ``awaits`` (the device). ``peers_of`` gives the global ranks that
+    an action deals with.
+    """
+
+    how: str
+    action: Action | None = None
+    peers_of: Callable[[Action], Sequence[int]] | None = None
+    call: Call | None = None
+
+
+class Activity(NamedTuple):
+    """``since`` is when the main thread was last heard of, by ``time.monotonic``."""
+
+    since: float
+    phase: str
+    doing: Doing | None = None
+    raised: str | None = None
+    lost: bool = False
+
+
+class Notes:
+    """The main thread writes, the watch's thread reads.
+
+    Args:
+        groups: keys of the groups that every rank can tell the members of, by name and ranks.
+
+    Attributes:
+        step: the training step, from 1.
+        activity: what is done now; replaced whole.
+        joined: collectives begun in each group, by its key.
+        thread: identifier of the thread that notes.
+    """
+
+    def __init__(self, groups: Mapping[tuple[str, tuple[int, ...]], str]) -> None:
+        self._groups = groups
+        self.step = 0
+        self.activity = Activity(time.monotonic(), OUTSIDE)
+        self.joined: dict[str, int] = {}
+        self.thread = threading.get_ident()
+        self._begun: dict[tuple[str, str], deque[int]] = defaultdict(deque)
+        self._inside: Doing | None = None  # what a collective is a part of
+
+    def enters(self, phase: str) -> str:
+        """Another phase begins; returns the one before."""
+        before, self.thread = self.activity.phase, threading.get_ident()
+        self._inside = None
+        self.activity = Activity(time.monotonic(), phase)
+        return before
+
+    def does(self, doing: Doing | None) -> None:
+        """Something else in the same phase."""
+        self._inside = doing
+        self.activity = Activity(time.monotonic(), self.activity.phase, doing)
+
+    def fails(self, error: BaseException, lost: bool) -> None:
+        """An error is on its way up; ``lost`` says that it is a lost connection."""
+        text = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        _, phase, doing, *_ = self.activity
+        self.activity = Activity(time.monotonic(), phase, doing, text, lost)
+        self._begun.clear()
+
+    def hears(self, event: Event) -> None:
+        """A collective is begun, waited for, or done. Messages are the pipeline's to tell."""
+        if event.kind in ("send", "receive"):
+            return
+        group = self._groups.get((event.axis, event.ranks))
+        called = f"{event.kind} '{event.tag}'" if event.tag else event.kind
+        key = group or f"{event.axis} {','.join(map(str, event.ranks))}", called
+        doing = self._inside
+        if event.phase == "issue":
+            self.joined[key[0]] = number = self.joined.get(key[0], 0) + 1
+            self._begun[key].append(number)
+        elif event.phase == "block":
+            number = self._begun[key][0] if self._begun[key] else self.joined.get(key[0], 0)
+            doing = Doing("joins", call=Call(*key, number))
+        elif self._begun[key]:
+            self._begun[key].popleft()
+        self.activity = Activity(time.monotonic(), self.activity.phase, doing)
