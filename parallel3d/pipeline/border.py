@@ -115,16 +115,19 @@ class Border:
         leaves = [None if leaf is None else self._buffer(leaf) for leaf in known.leaves]
         buffers, places = [leaf for leaf in leaves if leaf is not None], known.places()
         training, _ = key
-        flags = torch.full((len(places),), training, dtype=torch.uint8, device="cpu")
-        works = self.activations.post([flags, *buffers] if known.flagged else buffers)
+        flags: list[Tensor] = []
+        if known.flagged:
+            flags.append(torch.empty(len(places), dtype=torch.uint8, device="cpu"))
+        works = self.activations.post([*flags, *buffers])
 
         def wait() -> Any:
             for work in works:
                 work.wait()
-            for at, needs in zip(places, flags.tolist(), strict=True):
+            needs = flags[0].tolist() if flags else [training] * len(places)
+            for at, need in zip(places, needs, strict=True):
                 leaf = leaves[at]
                 assert leaf is not None
-                leaf.requires_grad_(bool(needs))
+                leaf.requires_grad_(bool(need))
             return tree_unflatten(leaves, known.spec)
 
         return wait
