@@ -4,22 +4,64 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
+from .assemble.parts import Parts
 from .comm.collectives import all_gather_objects
 from .config import Config, to_yaml
 from .engine import Engine
 from .log.console import report
 from .log.jsonl import replace
 from .memory import Memory, predicted
+from .pipeline.costs import Costs
+from .pipeline.draw import Panel, idle_shares
+from .pipeline.simulate import Timeline, simulate
+from .pipeline.svg import page
 
 MANY = 8
+UNITS = {"seconds": ("ms", 1e3), "FLOPs": ("GFLOP", 1e-9)}  # as a picture shows them
 
 
 def write_run_files(folder: Path, config: Config, engine: Engine) -> None:
-    """``config.yaml``, resolved, and ``program.txt``, a line per pipeline rank as executed."""
+    """``config.yaml``, resolved; ``program.txt``, a line per pipeline rank as executed; and, where
+    there are several, ``pipeline.svg``, the timeline that a step should have.
+    """
+    parts = engine.parts
     replace(folder / "config.yaml", to_yaml(config).encode())
-    replace(folder / "program.txt", engine.parts.programs.text().encode())
+    replace(folder / "program.txt", parts.programs.text().encode())
+    if engine.topology.pp.size > 1:
+        timeline, unit = forecast(parts)
+        panel = Panel(f"predicted {_basis(parts)} · bubble {_bubble(timeline):.0%}", timeline)
+        count = parts.programs.num_microbatches
+        title = f"{config.name}: {config.pipeline.schedule}, {count} microbatches"
+        replace(folder / "pipeline.svg", page([panel], title, unit).encode())
+
+
+def forecast(parts: Parts) -> tuple[Timeline, str]:
+    """A training step on paper and the unit of its time: milliseconds, if stages were measured."""
+    costs, programs = parts.costs, parts.programs
+    if costs is None:
+        return programs.timeline(), ""
+    unit, scale = UNITS[parts.cost_unit]
+    forward, input_grad, weight_grad = _times(costs, scale)
+    timeline = simulate(
+        programs.whole(programs.num_microbatches),
+        f=forward,
+        i=input_grad,
+        w=weight_grad,
+        comm=scale * costs.comm,
+        saved=costs.saved,
+        deferred=costs.deferred,
+        output=costs.output,
+    )
+    return timeline, unit
+
+
+def _times(costs: Costs, scale: float) -> list[list[float]]:
+    """Of each stage, by kind."""
+    kinds = (costs.forward, costs.input_grad, costs.weight_grad)
+    return [[scale * time for time in kind] for kind in kinds]
 
 
 class Place(NamedTuple):
@@ -44,19 +86,18 @@ def report_start(
     hosts = sorted({rank.host for rank in ranks})
     batch = config.data.global_batch_size
     size = batch // (grid.dp * microbatches)
-    timeline = parts.programs.timeline()
+    timeline, _ = forecast(parts)
+    bubble = f"bubble {_bubble(timeline):.0%} of a step {_basis(parts)}"
+    peak = f"at most {_mb(max(timeline.peak_bytes))} on a rank"
     rows = [
         ("grid", f"pp {grid.pp} x dp {grid.dp} x tp {grid.tp} on {', '.join(hosts)}"),
         ("zero", f"stage {config.zero.stage}"),
         ("parameters", f"{sum(_sizes(engine)):,}"),
         *((f"stage {s}", _stage(engine, s)) for s in range(len(parts.cuts))),
-        (
-            "schedule",
-            f"{config.pipeline.schedule}, bubble {timeline.bubble / timeline.makespan:.0%} "
-            f"of a step if stages cost the same",
-        ),
+        ("schedule", f"{config.pipeline.schedule}, {bubble}"),
         ("batch", f"{batch} = dp {grid.dp} x microbatches {microbatches} x {size}"),
         *_bytes_of(ranks),
+        *([("activations", peak)] if parts.costs else []),
         ("run folder", str(folder)),
         ("wandb", config.log.wandb.mode or "disabled"),
         ("start", start),
@@ -93,8 +134,26 @@ def _stage(engine: Engine, stage: int) -> str:
     start, stop = engine.parts.cuts[stage]
     count = sum(_sizes(engine)[start:stop])
     rank = engine.parts.programs.rank_of_stage[stage]
-    return f"units {start}..{stop - 1} on pp rank {rank}, {count:,} parameters"
+    said = f"units {start}..{stop - 1} on pp rank {rank}, {count:,} parameters"
+    costs = engine.parts.costs
+    if costs is None:
+        return said
+    unit, scale = UNITS[engine.parts.cost_unit]
+    each = [sum(times) for times in zip(*_times(costs, scale), strict=True)]
+    return f"{said}, {each[stage]:.3g} {unit} a microbatch ({each[stage] / sum(each):.0%})"
 
 
-def _mb(size: int) -> str:
+def _bubble(timeline: Timeline) -> float:
+    """The share of a step that a rank idles, on average."""
+    return fmean(idle_shares(timeline))
+
+
+def _basis(parts: Parts) -> str:
+    """What the prediction rests on."""
+    if parts.costs is None:
+        return "if stages cost the same"
+    return "with measured times" if parts.cost_unit == "seconds" else "by counted FLOPs"
+
+
+def _mb(size: float) -> str:
     return f"{size / 1e6:.1f} MB"
