@@ -10,7 +10,7 @@ from parallel3d import ColumnParallelLinear, Grid, Topology
 from parallel3d.assemble.model import facts_of, separate_ties, units_of
 from parallel3d.placement import Replicate, Shard
 from parallel3d.topology import Axis
-from tests.engine.cases import SGD, WIDTH, blocks, engine, error, same, train
+from tests.engine.cases import SGD, WIDTH, engine, error, same, train
 from tests.world import run_on
 
 

@@ -177,3 +177,7 @@ def test_gradients_below_the_limit_keep_their_bits(total: float, limit: float | 
         before = flats[0].grad.clone()
         clip(flats, clip_coefficient(total, limit))
         assert torch.equal(flats[0].grad, before)
+
+
+def test_a_rank_with_nothing_to_train_has_nothing_to_clip() -> None:
+    clip([], 0.5)
