@@ -16,7 +16,7 @@ Work = dict[str, list[Case]]  # by model
 class Choices(NamedTuple):
     """The values of each dimension that a suite combines."""
 
-    model: Sequence[str] = ("gpt_deep",)
+    model: Sequence[str] = ("gpt_deep", "gpt_deep_tied")
     layouts: Sequence[str] = (*LAYOUTS, "4x1x1", "4x2x1")
     zero: Sequence[int] = (0, 1)
     schedule: Sequence[str] = NAMES

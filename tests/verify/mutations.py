@@ -130,7 +130,8 @@ def a_bit_off(coefficient: Any, norm: float, max_norm: float) -> float:
 
 
 def of_a_neighbour(begin: Any, self: SumLoss, targets: list[Any], scale: Any) -> None:
-    begin(self, [*targets[:-2], targets[-1], targets[-2]], scale)
+    *others, a, b = targets
+    begin(self, [*others, b, a] if a.shape == b.shape else targets, scale)
 
 
 def after_each_microbatch(run: Any, self: Interpreter, actions: Any, step: Any) -> None:
@@ -144,7 +145,7 @@ def after_each_microbatch(run: Any, self: Interpreter, actions: Any, step: Any) 
 def at_once(reduce: Any, unit: int) -> None:
     """Reduce a unit and wait for it: what the next microbatch adds comes behind it."""
     reduce(unit)
-    for _, pending, _ in reduce.__self__._reducing:
+    for pending in reduce.__self__._reducing.values():
         pending.wait()
 
 

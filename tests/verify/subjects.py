@@ -78,9 +78,12 @@ OWN: dict[str, Any] = {"build": build, "reference": reference, "loss": distance,
 SUBJECT = Subject(build, reference, distance, batch)
 GPT = presets.of_model("models.gpt", LANGUAGE)
 SUBJECTS = {
-    "gpt": GPT,
-    "gpt, tied": presets.of_model("models.gpt", {**LANGUAGE, "tied": True}),
     "llama": presets.of_model("models.llama", GROUPED),
     "mlp": presets.of_model("models.mlp", REGRESSION),
     "own": SUBJECT,
+}
+NINE_UNITS = {**LANGUAGE, "width": 8, "num_heads": 2, "num_layers": 7, "max_seq_len": 4}
+DEEP = {
+    "gpt": presets.of_model("models.gpt", NINE_UNITS),
+    "gpt, tied": presets.of_model("models.gpt", {**NINE_UNITS, "tied": True}),
 }
