@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ..pipeline.actions import Action, Op, Program, Schedule, show
-from ..pipeline.memory import peak_count
+from ..pipeline.memory import in_flight
 from ..pipeline.passes import add_communication, lower
 from ..pipeline.program_file import given_program, read_program
 from ..pipeline.schedules import build, forwards_of, forwards_over
@@ -103,14 +103,9 @@ class Programs:
         """A training step on paper, as if all stages cost the same."""
         return simulate(self.whole(self.num_microbatches))
 
-    def in_flight(self) -> list[float]:
+    def in_flight(self) -> list[int]:
         """The most microbatches that each stage keeps at once, of a training step."""
-        peaks = [0.0] * self.num_stages
-        for actions in self.whole(self.num_microbatches):
-            for stage in {action.stage for action in actions}:
-                own = [action for action in actions if action.stage == stage]
-                peaks[stage] = peak_count(own)
-        return peaks
+        return in_flight(self.whole(self.num_microbatches))
 
     def whole(self, num_microbatches: int, training: bool = True, ahead: bool = True) -> Program:
         """All ranks' actions. ``ahead``: receives are posted one compute before they are needed.
