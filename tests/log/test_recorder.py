@@ -38,7 +38,7 @@ def recorded(topology: Topology, schedule: str) -> tuple[list[Action], list[Reco
             engine.train_step(x, x)
         engine.eval_step(x, x)
         steps.append(recorder.read())
-    assert not engine.parts.interpreter.observers
+    assert recorder not in engine.parts.interpreter.observers
     return engine.parts.programs.mine(4), steps, recorder.window()
 
 
