@@ -15,8 +15,9 @@ class Filling:
     due before ``1 - patience`` of the weight gradient is over; or because the rank would keep more
     than ``limit`` bytes, counted as ``Timeline.peak_bytes`` counts a program without messages.
 
-    Time only goes on, so that ``program`` can be run. ``is_whole`` is False where ranks stopped
-    because the limit leaves no way on. ``peak`` are the most bytes that a rank kept.
+    Time only goes on, so that ``program`` can be run. ``is_whole`` is False if a rank stopped since
+    the limit leaves no way on. (It may not wait until another rank has taken an output: no program
+    can say that.) ``peak`` are the most bytes that a rank kept.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Filling:
         self._at = [0 for _ in ranks]
         self._input_grads = [0 for _ in stages]
         self._weight_grads = [0 for _ in stages]
+        self._is_stuck = False
         self._events = [(0.0, True, rank, 0) for rank in ranks]  # releases before wakes
         self._run()
 
@@ -52,7 +54,7 @@ class Filling:
 
     def _run(self) -> None:
         heapify(self._events)
-        while self._events:
+        while self._events and not self._is_stuck:
             time, _, rank, released = heappop(self._events)
             self._held[rank] -= released
             if self.clock[rank] <= time:
@@ -61,18 +63,20 @@ class Filling:
     def _act(self, rank: int, time: float) -> None:
         """Start what a rank that is free can start now, if anything."""
         at, order = self._at[rank], self.orders[rank]
-        coming = inf
-        if at < len(order) and self._fits(rank, order[at]):
-            due = order[at]
-            coming = self._ready[due.is_forward][due.stage][due.microbatch]
-            if coming <= time:
-                self._at[rank] += 1
-                return (self._forward if due.is_forward else self._input_grad)(rank, due, time)
+        due = order[at] if at < len(order) else None
+        coming = inf if due is None else self._ready[due.is_forward][due.stage][due.microbatch]
+        is_ready = coming <= time
+        if due is not None and not self._fits(rank, due):
+            coming = inf
+        elif due is not None and is_ready:
+            self._at[rank] += 1
+            return (self._forward if due.is_forward else self._input_grad)(rank, due, time)
         for stage in self._stages[rank]:
             length = self.costs.weight_grad[stage]
             waits = self._weight_grads[stage] < self._input_grads[stage]
             if waits and time + length - coming <= self.patience * length:
                 return self._weight_grad(rank, stage, time)
+        self._is_stuck |= is_ready
         return None
 
     def _fits(self, rank: int, due: Due) -> bool:

@@ -8,14 +8,16 @@ rhythms is tried, from the one that keeps least to the one that waits least.
 from bisect import bisect_left
 from collections.abc import Iterator
 from math import inf
+from operator import add
 
-from parallel3d.pipeline.actions import Schedule
+from parallel3d.pipeline.actions import Action, Op, Schedule
 from parallel3d.pipeline.costs import Costs
 from parallel3d.pipeline.filling import Filling
 from parallel3d.pipeline.rhythm import (
     Orders,
     Stretch,
     building_block,
+    one_at_a_time,
     repeat,
     shortest_period,
 )
@@ -23,33 +25,54 @@ from parallel3d.pipeline.rhythm import (
 _STRETCHES = (Stretch(1, 1), Stretch(2, 1), Stretch(3, 1.5), Stretch(4, 2), Stretch(6, 3))
 _SLOWER = (1.0, 1.07, 1.15, 1.25, 1.4, 1.6, 2.0, 2.5, 3.0, 4.0)
 _PATIENCE = (0.0, 0.5, 1.0)
-_PARTS = 32
+_PARTS = 256
 
 
 def greedy(
-    costs: Costs, homes: list[int], num_microbatches: int, memory_limit: float | None = None
+    costs: Costs,
+    homes: list[int],
+    num_microbatches: int,
+    memory_limit: float | None = None,
+    split: bool = True,
 ) -> Schedule:
     """Make the fastest order that the grid has for stages that live on the ranks ``homes``.
 
     No rank keeps more than ``memory_limit`` bytes: activations, what weight gradients wait with,
     outputs not yet taken. Without a limit, or where less will do, the order keeps no more than its
-    speed needs. The backward is split. Raises ValueError if the limit is below what one microbatch
-    at a time keeps.
+    speed needs. ``split`` False leaves backwards whole, which defers no bytes. Raises ValueError if
+    the limit is below what one microbatch at a time keeps.
     """
+    costs = costs if split else _whole(costs)
     limit = inf if memory_limit is None else memory_limit
     best: Filling | None = None
     for orders in _orders(costs, homes, num_microbatches):
-        for patience in _PATIENCE:
+        for patience in _PATIENCE if split else _PATIENCE[:1]:
             run = Filling(costs, homes, orders, limit, patience)
             if run.is_whole and (best is None or run.makespan < best.makespan * (1 - 1e-9)):
                 best = run
     if best is None:
         raise ValueError(
-            f"a rank would keep {limit:.0f} bytes of activations or less, but one microbatch at a"
-            f" time keeps {least_bytes(costs, homes)}: allow that much, or make microbatches"
-            " smaller (pipeline.num_microbatches)"
+            f"a limit of {limit:.0f} bytes, but one microbatch at a time keeps"
+            f" {least_bytes(costs, homes)}: allow that much, or make microbatches smaller"
         )
-    return Schedule(_lean(best).program, homes, len(homes) // len(best.program))
+    program = _lean(best).program
+    return Schedule(
+        program if split else [_join(actions) for actions in program],
+        homes,
+        len(homes) // len(program),
+    )
+
+
+def _whole(costs: Costs) -> Costs:
+    """The costs of backwards that are not split: all is done, and freed, in the input gradient."""
+    backward = tuple(map(add, costs.input_grad, costs.weight_grad))
+    nothing = (0,) * len(backward)
+    return costs._replace(input_grad=backward, weight_grad=nothing, deferred=nothing)
+
+
+def _join(actions: list[Action]) -> list[Action]:
+    backward = {Op.FORWARD: Op.FORWARD, Op.INPUT_GRAD: Op.BACKWARD}
+    return [a._replace(op=backward[a.op]) for a in actions if a.op in backward]
 
 
 def paced(
@@ -64,9 +87,10 @@ def paced(
     return Schedule(run.program, homes, len(homes) // len(run.program))
 
 
-def least_bytes(costs: Costs, homes: list[int]) -> int:
+def least_bytes(costs: Costs, homes: list[int], split: bool = True) -> int:
     """The bytes that some rank has to keep whatever the order: those of one microbatch."""
-    orders = _one_at_a_time(costs, homes, 1)
+    costs = costs if split else _whole(costs)
+    orders = one_at_a_time(homes, 1)
     enough = int(Filling(costs, homes, orders, inf, 0.0).peak)
     return bisect_left(
         range(enough), True, key=lambda limit: Filling(costs, homes, orders, limit, 0.0).is_whole
@@ -83,13 +107,7 @@ def _orders(costs: Costs, homes: list[int], num_microbatches: int) -> Iterator[O
             if block and orders not in seen:
                 seen.append(orders)
                 yield orders
-    yield _one_at_a_time(costs, homes, num_microbatches)
-
-
-def _one_at_a_time(costs: Costs, homes: list[int], num_microbatches: int) -> Orders:
-    period = sum(costs.forward) + sum(costs.input_grad) + 2 * costs.comm * len(homes)
-    block = building_block(costs, homes, period, Stretch(1, 1))
-    return repeat(block or [], homes, period, num_microbatches)
+    yield one_at_a_time(homes, num_microbatches)
 
 
 def _lean(run: Filling) -> Filling:

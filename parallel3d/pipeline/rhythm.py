@@ -46,6 +46,12 @@ def shortest_period(costs: Costs, homes: list[int]) -> float:
     return max(busy)
 
 
+def path(num_stages: int) -> list[tuple[int, bool]]:
+    """The (stage, whether forward) of one microbatch, in the order of what needs what."""
+    stages = range(num_stages)
+    return [(stage, True) for stage in stages] + [(stage, False) for stage in reversed(stages)]
+
+
 def building_block(
     costs: Costs, homes: list[int], period: float, stretch: Stretch
 ) -> list[Beat] | None:
@@ -55,12 +61,10 @@ def building_block(
     leaves no place for one of them.
     """
     taken: list[list[tuple[float, float]]] = [[] for _ in range(1 + max(homes))]
-    stages = range(len(homes))
-    path = [(stage, True) for stage in stages] + [(stage, False) for stage in reversed(stages)]
     block: list[Beat] = []
     start = length = 0.0
     rank = homes[0]
-    for stage, is_forward in path:
+    for stage, is_forward in path(len(homes)):
         home = homes[stage]
         if home != rank:
             factor = stretch.out if home > rank else stretch.back
@@ -95,6 +99,15 @@ def _overlap(start: float, length: float, other: tuple[float, float], period: fl
     if since + length > period + close and other[1]:
         return period - since + other[1]
     return 0.0
+
+
+def one_at_a_time(homes: list[int], num_microbatches: int) -> Orders:
+    """The orders that keep least: a microbatch starts when the one before it is done."""
+    orders: Orders = [[] for _ in range(1 + max(homes))]
+    for k in range(num_microbatches):
+        for stage, is_forward in path(len(homes)):
+            orders[homes[stage]].append(Due(is_forward, stage, k))
+    return orders
 
 
 def repeat(block: list[Beat], homes: list[int], period: float, num_microbatches: int) -> Orders:
