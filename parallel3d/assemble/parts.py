@@ -78,7 +78,6 @@ def assemble(model: nn.Module, topology: Topology, options: Options) -> Parts:
     facts = facts_of(units)
     check_placements(facts)
     programs, cuts, costs, unit = make_plan(units, facts, topology, options)
-    _refuse_compiled_split(options, programs)
     groups, group_of = groups_of(units, facts, options.param_groups)
     check_elementwise(options.optimizer, groups, topology.device)
     ledger = Ledger()
@@ -118,15 +117,6 @@ def assemble(model: nn.Module, topology: Topology, options: Options) -> Parts:
         num_items,
         ledger,
     )
-
-
-def _refuse_compiled_split(options: Options, programs: Programs) -> None:
-    """A compiled graph would lose the weight gradients that a layer puts off."""
-    if options.compile and programs.splits_backward:
-        raise ValueError(
-            f"compile = True with schedule = {options.schedule!r}, which splits the backward, is "
-            f"not built yet: use compile=False, or 1f1b or interleaved"
-        )
 
 
 def _shards(

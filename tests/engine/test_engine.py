@@ -334,20 +334,3 @@ def in_place(topology: Topology) -> bool:
 
 def test_a_first_unit_may_work_in_place_and_the_batch_stays_as_it_was() -> None:
     assert run_on(Grid(pp=2), in_place) == [True, True]
-
-
-@pytest.mark.report("pytorch/pytorch#161904")
-@pytest.mark.parametrize("schedule", ["zb-h1", "zbv"])
-def test_a_compiled_split_backward_is_refused_by_name(schedule: str) -> None:
-    with (
-        Topology.init() as topology,
-        pytest.raises(ValueError, match=f"compile = True with schedule = '{schedule}'.*not built"),
-    ):
-        Engine(
-            nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]),
-            topology,
-            loss_fn=nn.MSELoss(reduction="sum"),
-            optimizer=partial(torch.optim.SGD, lr=0.1),
-            schedule=schedule,
-            compile=True,
-        )
