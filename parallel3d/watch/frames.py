@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
+from traceback import walk_tb
 from types import FrameType
 from typing import NamedTuple
 
@@ -22,11 +23,13 @@ class Place(NamedTuple):
 
 def place_of(thread: int) -> Place:
     """Where the thread of this identifier is; empty if it has ended."""
-    frames = list(_outwards(sys._current_frames().get(thread)))
-    if not frames:
-        return Place()
-    user = next((frame for frame in frames if is_users(frame.f_code.co_filename)), None)
-    return Place(_show(frames[0]), _show(user) if user else "")
+    frame = sys._current_frames().get(thread)
+    return _place((frame, frame.f_lineno) for frame in _outwards(frame))
+
+
+def place_of_error(error: BaseException) -> Place:
+    """Where an error came from."""
+    return _place(reversed(list(walk_tb(error.__traceback__))))
 
 
 def is_users(filename: str) -> bool:
@@ -44,17 +47,28 @@ def _foreign() -> tuple[Path, ...]:
     return (Path(__file__).parents[1], *installed, *([torch] if torch else []))
 
 
+def _place(frames: Iterable[tuple[FrameType, int]]) -> Place:
+    """Of frames and lines, the innermost first."""
+    at = user = ""
+    for frame, line in frames:
+        at = at or _show(frame, line)
+        if is_users(frame.f_code.co_filename):
+            user = _show(frame, line)
+            break
+    return Place(at, user)
+
+
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
-def _show(frame: FrameType) -> str:
+def _show(frame: FrameType, line: int) -> str:
     code = frame.f_code
     path = Path(code.co_filename)
     if path.is_relative_to(Path.cwd()):
         path = path.relative_to(Path.cwd())
     elif len(path.parts) > 3:
         path = Path(*path.parts[-3:])
-    return f"{path}:{frame.f_lineno} in {code.co_name}"[-MAX_CHARS:]
+    return f"{path}:{line} in {code.co_name}"[-MAX_CHARS:]

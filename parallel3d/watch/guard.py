@@ -103,7 +103,7 @@ class Guard:
                 return alarm
             self._pause()
         error = getattr(sys, "last_value", None)  # of an interpreter that ends with an error
-        if error is not None and self.notes.activity.raised is None:
+        if error is not None and self.notes.activity.failure is None:
             self.notes.fails(error, lost=False)
         self._tell(left=True)
         return None
@@ -122,7 +122,7 @@ class Guard:
         seen, before = self._seen
         self._still = self._still + min(now - before, 2 * self.tick) if activity is seen else 0.0
         self._seen = activity, now
-        honest = activity.raised is not None or (activity.phase == OUTSIDE and not activity.doing)
+        honest = activity.failure is not None or (activity.phase == OUTSIDE and not activity.doing)
         return self._still > self.timeout and not honest
 
     def _conclude(self, alarm: Alarm) -> None:

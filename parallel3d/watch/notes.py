@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from ..comm.ledger import Event
 from ..pipeline.actions import Action
+from .frames import Place, place_of_error
 
 OUTSIDE = "the caller's code"
 CLOSING = "the end, which all ranks reach together"
@@ -37,14 +38,21 @@ class Doing(NamedTuple):
     call: Call | None = None
 
 
+class Failure(NamedTuple):
+    """An error on its way up: what it says, where it came from, and if a connection was lost."""
+
+    text: str
+    place: Place
+    lost: bool
+
+
 class Activity(NamedTuple):
     """``since`` is when the main thread was last heard of, by ``time.monotonic``."""
 
     since: float
     phase: str
     doing: Doing | None = None
-    raised: str | None = None
-    lost: bool = False
+    failure: Failure | None = None
 
 
 class Notes:
@@ -84,8 +92,8 @@ class Notes:
     def fails(self, error: BaseException, lost: bool) -> None:
         """An error is on its way up; ``lost`` says that it is a lost connection."""
         text = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        _, phase, doing, *_ = self.activity
-        self.activity = Activity(time.monotonic(), phase, doing, text, lost)
+        failure = Failure(text, place_of_error(error), lost)
+        self.activity = self.activity._replace(since=time.monotonic(), failure=failure)
         self._begun.clear()
 
     def hears(self, event: Event) -> None:

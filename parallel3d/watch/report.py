@@ -30,7 +30,7 @@ COMPUTES = {
 
 
 def write(account: Account, alarm: Alarm, timeout: float) -> Report:
-    """What every rank does, those that wait first, and last the ranks nobody makes wait."""
+    """What every rank does, those that wait first; last, as the cause, who waits for nobody."""
     grid, ends = account.grid, roots(account, alarm.rank)
     others = [rank for rank in range(grid.size) if rank not in ends]
     others.sort(key=lambda rank: not waits_for(account, rank))
@@ -77,8 +77,8 @@ def _grouped(account: Account, ranks: Iterable[int]) -> list[str]:
 def _verdict(account: Account, ends: Sequence[int]) -> str:
     told = "; ".join(_grouped(account, ends))
     if any(waits_for(account, rank) for rank in ends):
-        return f"so these wait for each other: {told}"
-    return f"{told}: nobody makes it wait" if len(ends) == 1 else f"{told}: nobody makes them wait"
+        return f"cause, these wait for each other: {told}"
+    return f"cause: {told}"
 
 
 def tell(account: Account, rank: int) -> str:
@@ -91,16 +91,17 @@ def tell(account: Account, rank: int) -> str:
         return _state(account, word) + _place(word)
     ago = max(0.0, account.time - word.time)
     gone = "is gone: its process has ended" if rank in account.ended else "does not answer"
-    return f"{gone}; {ago:.1f} s ago it {_state(account, word).removeprefix('is ')}"
+    return f"{gone}; its last word, {ago:.1f} s ago: {_state(account, word)}"
 
 
 def _state(account: Account, word: Word) -> str:
     if word.left:
-        return "has left, in good order"
+        return "has left without an error"
     if word.raised is None:
         return _activity(account, word)
     if word.lost:
-        return f"lost a connection when it {_activity(account, word)} ({word.raised})"
+        inside = word.action or (word.call and word.call.name) or word.phase
+        return f"lost a connection in {inside}"
     return f"failed {word.age:.1f} s ago in {word.phase}: {word.raised}"
 
 
@@ -117,9 +118,9 @@ def _activity(account: Account, word: Word) -> str:
     if not word.how:
         return f"is in {word.phase} since {age}"
     action = parse_action(word.action)
-    at = f"{action} ({COMPUTES[action.op]} of microbatch {action.microbatch})"
     if word.how == "computes":
-        return f"computes {at} since {age}"
+        what = f"the {COMPUTES[action.op]} of microbatch {action.microbatch}"
+        return f"computes {action}, {what}, since {age}"
     if word.how == "flushes":
         return f"waits {age} after {action} until what it sent is taken" + (
             f" by {whom}" if late else ""

@@ -125,7 +125,7 @@ class Watch:
         self.notes.enters(OUTSIDE)
 
     def _explain(self, error: Exception) -> None:
-        if self._guard is None or self.notes.activity.raised is not None:
+        if self._guard is None or self.notes.activity.failure is not None:
             return
         lost = isinstance(error, dist.DistError) or (
             isinstance(error, RuntimeError) and LOST.search(str(error)) is not None

@@ -58,6 +58,7 @@ class Word:
     def of(cls, rank: int, notes: Notes, *, final: bool = False, left: bool = False) -> Word:
         """What the notes of this process say now; a final word says where in the code, too."""
         activity, joined = notes.activity, dict(notes.joined)
+        failure = activity.failure
         word = cls(
             rank,
             notes.step,
@@ -65,15 +66,15 @@ class Word:
             time.monotonic() - activity.since,
             **_doing(activity),
             joined=joined,
-            raised=activity.raised,
-            lost=activity.lost,
+            raised=failure.text if failure else None,
+            lost=failure is not None and failure.lost,
             final=final or left,
-            left=left and activity.raised is None,
+            left=left and failure is None,
             time=time.time(),
             home=_home(),
             pid=os.getpid(),
         )
-        place = place_of(notes.thread) if final else None
+        place = failure.place if failure else place_of(notes.thread) if final else None
         return replace(word, at=place.at, user=place.user) if place else word
 
     def dump(self) -> str:

@@ -1,0 +1,69 @@
+"""A training run, a script, in which one rank is killed at some event: see ``test_kill``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallel3d import ColumnParallelLinear, Engine, RowParallelLinear, Topology
+from parallel3d.topology import Grid
+
+
+class Killer:
+    """Counts all that it observes, and ends its process at the event of a given number."""
+
+    def __init__(self, events: int) -> None:
+        self.left = events
+
+    def hear(self, *event: Any) -> None:
+        self.left -= 1
+        if self.left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    waits = begins = ends = hear
+
+
+def build(topology: Topology) -> nn.Sequential:
+    def block() -> nn.Sequential:
+        return nn.Sequential(
+            ColumnParallelLinear(8, 16, axis=topology.tp),
+            nn.Tanh(),
+            RowParallelLinear(16, 8, axis=topology.tp),
+        )
+
+    with torch.device("meta"):
+        return nn.Sequential(*[block() for _ in range(4)])
+
+
+def main(layout: str, victim: str, events: str, init_method: str) -> None:
+    grid = Grid.parse(layout)
+    with Topology.init(
+        grid.pp, grid.dp, grid.tp, timeout=30.0, device="cpu", init_method=init_method
+    ) as topology:
+        engine = Engine(
+            build(topology),
+            topology,
+            loss_fn=nn.MSELoss(reduction="sum"),
+            optimizer=partial(torch.optim.SGD, lr=0.1),
+            num_microbatches=4,
+            timeout=30.0,
+        )
+        if topology.rank == int(victim):
+            killer = Killer(int(events))
+            engine.parts.interpreter.observers.append(killer)
+            for axis in (topology.world, topology.pp, topology.dp, topology.tp):
+                axis.observers.append(killer.hear)
+        for step in range(1000):
+            engine.train_step(torch.ones(4, 8), torch.ones(4, 8))
+            engine.eval_step(torch.ones(4, 8), torch.ones(4, 8))
+            engine.save(f"step-{step}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
