@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -93,7 +94,8 @@ def test_a_page_of_two_timelines_has_one_scale_their_titles_the_unit_and_what_ea
 def test_chunks_have_shades_of_their_own() -> None:
     root = ElementTree.fromstring(svg(simulate(build("interleaved", 2, 4, 8).program), ""))
     of_rank_0 = [box for box in root.iter(f"{SVG}rect") if len(box)][: 8 * 4 * 2]
-    assert len({box.attrib["fill"] for box in of_rank_0}) == 16
+    fills = {box.attrib["fill"] for box in of_rank_0}
+    assert len(fills) == 16 and all(re.fullmatch("#[0-9a-f]{6}", fill) for fill in fills)
 
 
 def test_it_follows_the_reader_or_paints_its_page() -> None:
