@@ -188,9 +188,7 @@ def test_compiled_units_put_off_what_eager_ones_do(
     assert counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
 
 
-# And it makes an object of the layer's function, of which torch warns.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated")
 def test_compiled_units_of_a_stage_that_does_not_split_compile_whole(
     counters: dict[str, dict[str, int]],
 ) -> None:
