@@ -52,14 +52,14 @@ def tie_by_name(units: list[Unit], groups: Sequence[Sequence[str]]) -> None:
             for path, parameter in unit.module.named_parameters(remove_duplicate=False)
         }
         _check_group(group, named)
-        first, *others = (name for name in named if name in group)
-        for other in others:
-            _check_alike(first, named[first], other, named[other])
-        left = {id(named[other]) for other in others}
+        joined = {id(named[name]) for name in group}
+        first = next(name for name, parameter in named.items() if id(parameter) in joined)
+        for name in group:
+            _check_alike(first, named[first], name, named[name])
         for unit in units:
             for module in unit.module.modules():
                 for key, parameter in module._parameters.items():
-                    if id(parameter) in left:
+                    if id(parameter) in joined:
                         module._parameters[key] = named[first]
 
 

@@ -22,6 +22,7 @@ VOCABULARY, WIDTH, STEPS, MAX_NORM = 11, 8, 3, 0.15
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, lr=0.5, momentum=0.9),
     "adamw": partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1),
+    "adam": partial(torch.optim.Adam, lr=0.01),
 }
 GPT = {
     "vocab_size": VOCABULARY,
@@ -167,8 +168,8 @@ def unequal_copies(engine: Engine) -> list[str]:
         for path, parameter in unit.module.named_parameters(remove_duplicate=False):
             fact = parts.facts[f"{unit.name}.{path}"]
             place = 0 if isinstance(fact.placement, Replicate) else parts.topology.tp.rank
-            digest = blake2b(parameter.detach().contiguous().numpy().tobytes()).digest()
-            mine[fact.name, fact.owner, place] = digest
+            data = parameter.detach().contiguous().view(-1).view(torch.uint8)
+            mine[fact.name, fact.owner, place] = blake2b(data.numpy().tobytes()).digest()
     seen: dict[tuple[str, int], set[bytes]] = {}
     for digests in all_gather_objects(mine, parts.topology.world):
         for (_, owner, place), digest in digests.items():
