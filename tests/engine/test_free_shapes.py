@@ -304,3 +304,28 @@ def test_training_and_evaluation_of_other_sizes_in_turn_equal_plain_torch(
     for turns, borders in zip(ranks, senders, strict=True):
         assert turns.losses == single.losses
         assert turns.described == [borders * total for total in accumulate(new)]
+
+
+# Bytes
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+
+
+def sent(topology: Topology) -> list[int]:
+    """Bytes of each tensor sent forth and back, in two steps."""
+    engine = engine_of(topology, Trial(layers, [], options={"schedule": "gpipe"}))
+    engine.parts.ledger.tracing = True
+    for _ in range(2):
+        engine.train_step([batch(2, 3, True), batch(1, 5, True)])
+    return [event.bytes for event in engine.parts.ledger.trace if event.kind == "send"]
+
+
+def test_one_tensor_between_stages_costs_its_own_bytes_and_nothing_else() -> None:
+    row = WIDTH * 8
+    assert run_on(Grid(pp=3), sent) == [
+        [6 * row, 5 * row] * 2,
+        [6 * row, 5 * row] * 4,
+        [6 * row, 5 * row] * 2,
+    ]
