@@ -104,13 +104,16 @@ def _share(batch: Any, dp: Axis) -> tuple[Any, ...]:
 
 
 def _unequal_copies(parts: Parts) -> list[str]:
-    """Parameters whose values differ between ranks of a dp axis, or of tp where replicated."""
+    """Parameters whose values differ between ranks that should hold the same.
+
+    Those are ranks of a dp axis, of tp where it is replicated, and of pp where it is tied.
+    """
     mine = {}
     for flat in parts.shards.trained():
         for held, _, _ in flat.slots:
             place = 0 if isinstance(held.placement, Replicate) else parts.topology.tp.rank
             data = held.parameter.detach().cpu().contiguous().numpy()
-            mine[held.name, place] = blake2b(data.tobytes()).digest()
+            mine[parts.facts[held.name].owner, place] = blake2b(data.tobytes()).digest()
     seen: dict[tuple[str, int], set[bytes]] = {}
     for digests in all_gather_objects(mine, parts.topology.world):
         for key, digest in digests.items():

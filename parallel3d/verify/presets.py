@@ -35,7 +35,9 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_tiny": ("models.gpt", GPT),
     "gpt_deep": ("models.gpt", DEEP),
     "gpt_deep_tied": ("models.gpt", {**DEEP, "tied": True}),
+    "gpt_tied": ("models.gpt", {**GPT, "tied": True}),
     "llama_tiny": ("models.llama", LLAMA),
+    "llama_tied": ("models.llama", {**LLAMA, "tied": True}),
     "mlp": ("models.mlp", MLP),
 }
 
