@@ -144,7 +144,7 @@ def separate_ties(units: list[Unit], facts: dict[str, Facts]) -> None:
     for at, unit in enumerate(units):
         modules = {id(module) for module in unit.module.modules()}
         if modules & seen:
-            units[at] = unit = unit._replace(module=_twin(unit.module, {}))
+            units[at] = unit = unit._replace(module=twin(unit.module))
         seen |= modules
         own: dict[str, nn.Parameter] = {}
         for prefix, module in unit.module.named_modules(remove_duplicate=False):
@@ -160,14 +160,15 @@ def separate_ties(units: list[Unit], facts: dict[str, Facts]) -> None:
                 module._parameters[key] = owner
 
 
-def _twin(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
+def twin(module: nn.Module, made: dict[int, nn.Module] | None = None) -> nn.Module:
     """A module tree of its own with the same tensors; a deep copy would copy process groups too."""
+    made = {} if made is None else made
     if id(module) not in made:
         new = made[id(module)] = copy.copy(module)
         new._parameters = dict(module._parameters)
         new._buffers = dict(module._buffers)
         new._modules = {
-            name: child and _twin(child, made) for name, child in module._modules.items()
+            name: child and twin(child, made) for name, child in module._modules.items()
         }
     return made[id(module)]
 

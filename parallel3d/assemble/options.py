@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..optim.optimizer import Options as Group
+from ..pipeline.actions import Program
 from ..pipeline.criterion import LossFn
 
 
@@ -22,7 +23,7 @@ class Options:
     num_items: Callable[[Any], Tensor | int] | None = None
     param_groups: Callable[[str, nn.Parameter], Group] | None = None
     lr_schedule: Callable[[int], float] | None = None
-    schedule: str = "1f1b"
+    schedule: str | Program = "1f1b"
     num_microbatches: int = 1
     num_chunks: int | None = None
     partition: str | Sequence[int] = "parameters"

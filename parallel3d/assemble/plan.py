@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..pipeline.auto import choose
 from ..pipeline.costs import Costs, stage_costs
 from ..pipeline.partition import partition
 from ..pipeline.schedules import NAMES
@@ -16,7 +17,7 @@ from ..topology import Topology
 from .measure import Measured, count_flops, measure
 from .model import Facts
 from .options import Options
-from .programs import Programs, Source, given, named
+from .programs import Programs, Source, given, made, named
 
 
 class Plan(NamedTuple):
@@ -44,6 +45,9 @@ def make_plan(
     (``measure``), and where there is a limit of memory to keep; for ``flops`` they are counted.
     Both are collective.
     """
+    if options.schedule == "auto":
+        known = _look(units, topology, options)
+        return _chosen(_weights(units, facts, options, known), known, topology, options)
     programs = Programs(_source(options, topology.pp.size), topology.pp)
     num_stages, limit = programs.num_stages, options.memory_limit
     even = "uniform" if isinstance(options.partition, str) else options.partition
@@ -67,6 +71,24 @@ def make_plan(
     costs = stage_costs(found.units, cuts, found.comm)
     _check_memory(programs, costs, limit)
     return Plan(programs, cuts, costs, "seconds" if known.timed else "FLOPs")
+
+
+def _chosen(weights: list[float], known: Known, topology: Topology, options: Options) -> Plan:
+    """The fastest of all schedules, by what the units cost."""
+    assert known.timed is not None
+    choice = choose(
+        known.timed.units,
+        topology.pp.size,
+        options.num_microbatches,
+        comm=known.timed.comm,
+        memory_limit=options.memory_limit,
+        num_chunks=options.num_chunks,
+        weights=weights,
+        method=options.partition,
+    )
+    source = made(choice.name, choice.make, options.num_microbatches)
+    programs = Programs(source, topology.pp)
+    return Plan(programs, choice.cuts, choice.costs)
 
 
 def _source(options: Options, num_ranks: int) -> Source:

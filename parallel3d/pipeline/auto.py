@@ -58,6 +58,8 @@ def choose(
     comm: float = 0.0,
     memory_limit: float | None = None,
     num_chunks: int | None = None,
+    weights: Sequence[float] | None = None,
+    method: str | Sequence[int] = "measure",
 ) -> Choice:
     """Take the fastest schedule that keeps no more than ``memory_limit`` bytes on any rank.
 
@@ -65,12 +67,16 @@ def choose(
     heuristic, its backwards split and whole; each with the most even cut of ``units`` for its
     chunks, and where that keeps too much with the most even cut that does not. Of those that take
     as long the simplest is taken, so that ranks with the same costs agree. ``comm`` is the time of
-    one message; ``num_chunks`` admits only what has so many.
+    one message; ``num_chunks`` admits only what has so many. The cuts make ``weights`` even, by
+    default the units' times, in the way of ``partition``; a list of cuts admits only what has that
+    many stages.
 
     Raises ValueError if there are fewer units than stages, and if nothing is within the limit: then
     it tells the least found.
     """
-    search = _Search(units, num_ranks, num_microbatches, comm, memory_limit)
+    if weights is None:
+        weights = [unit.forward + unit.input_grad + unit.weight_grad for unit in units]
+    search = _Search(units, num_ranks, num_microbatches, comm, memory_limit, weights, method)
     best: Choice | None = None
     least = inf
     for choice in search.candidates(num_chunks):
@@ -96,6 +102,8 @@ class _Search(NamedTuple):
     num_microbatches: int
     comm: float
     limit: float | None
+    weights: Sequence[float]
+    method: str | Sequence[int]
 
     def fits(self, choice: Choice) -> bool:
         return self.limit is None or choice.peak_bytes <= self.limit
@@ -104,6 +112,9 @@ class _Search(NamedTuple):
         """All that there is; instead of what can only exceed the limit, the least that it keeps."""
         if num_chunks is not None and num_chunks < 1:
             raise ValueError(f"pipeline.num_chunks = {num_chunks}: a rank has 1 chunk or more")
+        if not isinstance(self.method, str):
+            num_chunks = num_chunks or max(1, (len(self.method) + 1) // self.num_ranks)
+            partition(self.weights, self.num_ranks * num_chunks, self.method)  # refuses wrong cuts
         partition([1] * len(self.units), self.num_ranks * (num_chunks or 1))  # refuses too few
         for name, chunks in _NAMED.items():
             for v in self._chunks(chunks, num_chunks):
@@ -117,7 +128,10 @@ class _Search(NamedTuple):
         if asked is not None:
             any_number = len(chunks) > 1 and asked > 1
             chunks = [asked] if asked in chunks or any_number else []
-        return [v for v in chunks if v * self.num_ranks <= len(self.units)]
+        stages = {v: v * self.num_ranks for v in chunks}
+        if not isinstance(self.method, str):
+            return [v for v in chunks if stages[v] == len(self.method) + 1]
+        return [v for v in chunks if stages[v] <= len(self.units)]
 
     def _named(self, name: str, v: int) -> Iterator[Choice]:
         make = partial(build, name, self.num_ranks, num_chunks=v)
@@ -141,14 +155,13 @@ class _Search(NamedTuple):
             yield least
 
     def _cuts(self, v: int, in_flight: list[int], homes: list[int]) -> Iterator[Cuts]:
-        """The most even cut by time, then that within the limit, if there is one."""
-        times = [unit.forward + unit.input_grad + unit.weight_grad for unit in self.units]
-        yield partition(times, len(homes), "measure")
+        """The most even cut, then that within the limit, if there is one."""
+        yield partition(self.weights, len(homes), self.method)
         with suppress(ValueError):
             yield partition(
-                times,
+                self.weights,
                 len(homes),
-                "measure",
+                self.method,
                 memory=[unit.saved for unit in self.units],
                 in_flight=in_flight,
                 rank_of_stage=homes,

@@ -143,7 +143,6 @@ _KINDS = {
     "v-min": _Kind(_v_min, "v", 2, 2),
 }
 NAMES = tuple(_KINDS)
-_NEAREST = {"auto": "1f1b"}
 
 
 def build(
@@ -234,13 +233,9 @@ def _keep(program: Program, ops: set[Op] | frozenset[Op]) -> Program:
 
 
 def _find(name: str) -> _Kind:
-    if name in _NEAREST:
-        raise ValueError(
-            f"pipeline.schedule = {name!r} is not built yet; the nearest that works is"
-            f" {_NEAREST[name]!r}"
-        )
     if name not in _KINDS:
         raise ValueError(
-            f"pipeline.schedule = {name!r} is not a schedule: choose one of {', '.join(NAMES)}"
+            f"pipeline.schedule = {name!r} is not a schedule: choose one of {', '.join(NAMES)},"
+            " or auto, or write a program to a file"
         )
     return _KINDS[name]
