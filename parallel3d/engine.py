@@ -18,7 +18,7 @@ from .optim.norm import clip, clip_coefficient
 from .pipeline.runtime import Step
 from .rng import seed_of
 from .topology import Topology
-from .watch import watch_over, watched
+from .watch import MAKING, watch_over, watched
 
 
 class StepResult(NamedTuple):
@@ -131,7 +131,7 @@ class Engine:
         self.topology, self.seed = topology, seed
         self.max_grad_norm, self.max_bad_steps = max_grad_norm, max_bad_steps
         self.watch = watch_over(topology, timeout)
-        with self.watch.during("the making of the engine"):
+        with self.watch.during(MAKING):
             self.parts = assemble(model, topology, options)
         self.watch.follow(self.parts.interpreter, self.parts.programs.rank_of_stage)
         self.step, self.bad_steps = 0, 0

@@ -6,6 +6,7 @@ leaves a note of what it does.
 """
 
 from .follow import Follower
+from .notes import MAKING
 from .watch import Watch, watch_over, watched
 
-__all__ = ["Follower", "Watch", "watch_over", "watched"]
+__all__ = ["MAKING", "Follower", "Watch", "watch_over", "watched"]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
 
 from ..topology import AXES, Grid
-from .notes import CLOSING
+from .notes import CLOSING, MAKING, OUTSIDE
 from .word import Word
 
 
-class Account(NamedTuple):
+@dataclass(frozen=True)
+class Account:
     """What is known of all ranks at one moment.
 
     ``words`` are the last ones of those that ever said one; ``answered`` who has said it in answer
@@ -23,6 +25,11 @@ class Account(NamedTuple):
     ended: Set[int]
     time: float
 
+    @cached_property
+    def edges(self) -> dict[int, list[int]]:
+        """The ranks that each waits for."""
+        return {rank: _waits_for(self, rank) for rank in range(self.grid.size)}
+
 
 def members(grid: Grid, rank: int, group: str) -> Sequence[int]:
     """The global ranks of a group of ``rank``, by its key."""
@@ -31,12 +38,13 @@ def members(grid: Grid, rank: int, group: str) -> Sequence[int]:
         return [int(each) for each in ranks.split(",")]
     if name not in AXES:
         return range(grid.size)
-    at = dict(zip(AXES, grid.coordinates(rank), strict=True))
-    return [grid.rank(**{**at, name: other}) for other in range(getattr(grid, name))]
+    here = grid.coordinates(rank)[AXES.index(name)]
+    stride = {"pp": grid.dp * grid.tp, "dp": grid.tp, "tp": 1}[name]
+    return range(rank - here * stride, rank + (getattr(grid, name) - here) * stride, stride)
 
 
-def waits_for(account: Account, rank: int) -> list[int]:
-    """The ranks that one waits for, as its own word and theirs tell; none for who has ended."""
+def _waits_for(account: Account, rank: int) -> list[int]:
+    """As its own word and those of the others tell; none for who has ended."""
     word = account.words.get(rank)
     if word is None or rank not in account.answered or word.left:
         return []
@@ -45,6 +53,8 @@ def waits_for(account: Account, rank: int) -> list[int]:
     others = [other for other in range(account.grid.size) if other != rank]
     if word.phase == CLOSING:
         return [other for other in others if not _closes(account.words.get(other))]
+    if word.phase == MAKING and not word.how:
+        return [other for other in others if not _makes(account.words.get(other))]
     if word.how == "awaits":
         return sorted({other for group in word.joined for other in _behind(account, word, group)})
     if word.how == "joins" and word.call:
@@ -63,6 +73,11 @@ def _behind(account: Account, word: Word, group: str, number: int | None = None)
     return late
 
 
+def _makes(word: Word | None) -> bool:
+    """Whether a rank has begun to make the engine, which all do together."""
+    return word is not None and (word.left or word.phase != OUTSIDE)
+
+
 def _closes(word: Word | None) -> bool:
     return word is not None and (word.left or word.phase == CLOSING)
 
@@ -78,10 +93,10 @@ def roots(account: Account, first: int) -> list[int]:
         return broken
     chain, seen = [first], {first}
     for rank in chain:
-        new = [other for other in waits_for(account, rank) if other not in seen]
+        new = [other for other in account.edges[rank] if other not in seen]
         chain += new
         seen.update(new)
-    ends = sorted(rank for rank in chain if not waits_for(account, rank))
+    ends = sorted(rank for rank in chain if not account.edges[rank])
     return ends or _circle(account, first)
 
 
@@ -94,6 +109,6 @@ def _broken(account: Account, rank: int) -> bool:
 def _circle(account: Account, rank: int) -> list[int]:
     """Ranks that wait for each other, reached from one."""
     path = [rank]
-    while (rank := waits_for(account, rank)[0]) not in path:
+    while (rank := account.edges[rank][0]) not in path:
         path.append(rank)
     return path[path.index(rank) :]

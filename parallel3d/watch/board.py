@@ -26,11 +26,12 @@ class Alarm(NamedTuple):
 
 
 class Report(NamedTuple):
-    """The whole ``text``, its last line as a ``verdict``, and the rank that is to print it."""
+    """The whole ``text``, the cause alone, the rank that prints it, and how many will read it."""
 
     text: str
     verdict: str
     printer: int
+    readers: int
 
 
 class Board:

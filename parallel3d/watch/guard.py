@@ -14,7 +14,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from threading import Event, Thread
 
 from ..topology import Grid
@@ -22,7 +21,7 @@ from .blame import Account
 from .board import Alarm, Board, Report
 from .ending import end
 from .notes import OUTSIDE, Notes
-from .report import name, write
+from .report import name, tell, write
 from .word import Word
 
 UNWINDING = 60.0  # seconds that a main thread with an error has to end the process
@@ -131,7 +130,7 @@ class Guard:
         report = self._report(alarm)
         self.board.confirm()
         if self.board.rank == 0:  # it may be who keeps the store
-            self._until(lambda: self.board.confirmed() >= self._living)
+            self._until(lambda: self.board.confirmed() >= report.readers)
         if alarm.kind == "lost" and self._main_ends(report.text):
             return
         mine = name(self.grid, self.board.rank)
@@ -143,10 +142,8 @@ class Guard:
         if alarm.rank != self.board.rank:
             self._until(lambda: self.board.report() is not None)
         report = self.board.report()
-        account = self._account()
-        self._living = len(account.answered)
         if report is None:
-            report = write(account, alarm, self.timeout)
+            report = write(self._account(), alarm, self.timeout)
             self.board.publish(report)
         return report
 
@@ -182,7 +179,7 @@ class Guard:
 
     def _go_on_alone(self) -> None:
         """The store is gone. A rank that computes goes on; one that waits is not let wait long."""
-        text = f"{self.host} is gone, and with it the store in which the ranks meet"
+        text = f"{self.host} is gone, and with it the store in which the ranks met"
         while not self._stopping:
             if self._asked:
                 self._give(text)
@@ -195,6 +192,7 @@ class Guard:
             if self._is_stuck() or (waiting and self._still > 2 * self.grace):
                 break
         if not self._stopping:
-            with suppress(Exception):
-                text = f"{text}: {name(self.grid, self.board.rank)} ends"
+            me, word = self.board.rank, Word.of(self.board.rank, self.notes, final=True)
+            alone = Account(self.grid, {me: word}, {me}, set(), word.time)
+            text = f"{text}; {name(self.grid, me)} ends: it {tell(alone, me)}"
             end(text, text)

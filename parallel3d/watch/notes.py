@@ -13,6 +13,7 @@ from ..pipeline.actions import Action
 from .frames import Place, place_of_error
 
 OUTSIDE = "the caller's code"
+MAKING = "the making of the engine"
 CLOSING = "the end, which all ranks reach together"
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 from ..pipeline.actions import Op, parse_action
 from ..topology import Grid
-from .blame import Account, members, roots, waits_for
+from .blame import Account, members, roots
 from .board import Alarm, Report
 from .notes import CLOSING
 from .word import Word
@@ -33,7 +34,7 @@ def write(account: Account, alarm: Alarm, timeout: float) -> Report:
     """What every rank does, those that wait first; last, as the cause, who waits for nobody."""
     grid, ends = account.grid, roots(account, alarm.rank)
     others = [rank for rank in range(grid.size) if rank not in ends]
-    others.sort(key=lambda rank: not waits_for(account, rank))
+    others.sort(key=lambda rank: not account.edges[rank])
     lines = _grouped(account, others)
     if len(lines) > MANY:
         lines[MANY:] = [f"and {len(lines) - MANY} more lines like these"]
@@ -48,8 +49,8 @@ def write(account: Account, alarm: Alarm, timeout: float) -> Report:
     )
     text = [f"{opening}, so every rank ends:", *(f"  {line}" for line in lines), f"  {verdict}"]
     text += [f"  {advice}"] if alarm.kind == "stuck" and not account.ended else []
-    alive = sorted(account.answered) or [alarm.rank]
-    return Report("\n".join(text), verdict, alive[0])
+    alive = [rank for rank in sorted(account.answered) if not account.words[rank].left]
+    return Report("\n".join(text), verdict, alive[0], len(alive))
 
 
 def name(grid: Grid, rank: int) -> str:
@@ -65,18 +66,20 @@ def _names(grid: Grid, ranks: Sequence[int]) -> str:
 
 
 def _grouped(account: Account, ranks: Iterable[int]) -> list[str]:
-    """A line for those of whom the same is to be said."""
-    lines: dict[tuple[str, str], list[int]] = {}
+    """A line for those of whom the same is to be said, but for the seconds: those of the first."""
+    lines: dict[str, tuple[str, str, list[int]]] = {}
     for rank in ranks:
         word = account.words.get(rank)
         step = f"step {word.step}: " if word and word.step else ""
-        lines.setdefault((step, tell(account, rank)), []).append(rank)
-    return [f"{step}{_names(account.grid, same)} {told}" for (step, told), same in lines.items()]
+        told = tell(account, rank)
+        alike = step + re.sub(r"\d+\.\d s", "", told)
+        lines.setdefault(alike, (step, told, []))[2].append(rank)
+    return [f"{step}{_names(account.grid, same)} {told}" for step, told, same in lines.values()]
 
 
 def _verdict(account: Account, ends: Sequence[int]) -> str:
     told = "; ".join(_grouped(account, ends))
-    if any(waits_for(account, rank) for rank in ends):
+    if any(account.edges[rank] for rank in ends):
         return f"cause, these wait for each other: {told}"
     return f"cause: {told}"
 
@@ -106,7 +109,7 @@ def _state(account: Account, word: Word) -> str:
 
 
 def _activity(account: Account, word: Word) -> str:
-    grid, age, late = account.grid, f"{word.age:.1f} s", waits_for(account, word.rank)
+    grid, age, late = account.grid, f"{word.age:.1f} s", account.edges[word.rank]
     whom = _names(grid, late) if late else ""
     if word.phase == CLOSING:
         return f"waits {age} at {CLOSING}" + (f", for {whom}" if late else "")
@@ -116,7 +119,7 @@ def _activity(account: Account, word: Word) -> str:
         behind = f", and {whom} has begun less than it has" if late else ""
         return f"waits {age} for its device{behind}"
     if not word.how:
-        return f"is in {word.phase} since {age}"
+        return f"is in {word.phase} since {age}" + (f", which needs {whom}" if late else "")
     action = parse_action(word.action)
     if word.how == "computes":
         what = f"the {COMPUTES[action.op]} of microbatch {action.microbatch}"
@@ -135,7 +138,7 @@ def _call(account: Account, word: Word) -> str:
     """A collective, and who is missing."""
     assert word.call is not None
     group, called, number = word.call
-    late = waits_for(account, word.rank)
+    late = account.edges[word.rank]
     text = f"{called} over {group}, number {number} there"
     if late:
         return f"{text}, for {_names(account.grid, late)}"

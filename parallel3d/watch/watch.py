@@ -21,11 +21,8 @@ from .report import name
 
 T = TypeVar("T")
 P = ParamSpec("P")
-# What gloo, NCCL and torch's sockets say when the other end is gone.
-LOST = re.compile(
-    r"gloo|nccl|connection (was )?(likely )?(closed|reset|refused)|broken pipe|socket|timed out",
-    re.IGNORECASE,
-)
+# What gloo and NCCL sign their errors with: they have no type of their own everywhere.
+LOST = re.compile(r"gloo/transport|[Gg]loo connect|NCCL")
 
 
 def watch_over(topology: Topology, timeout: float) -> Watch:
