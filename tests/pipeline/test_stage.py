@@ -45,6 +45,12 @@ def test_microbatches_add_up_as_backwards_one_after_another() -> None:
     assert all(map(same, [p.grad for m in modules for p in m.parameters()], expected))
 
 
+def test_an_input_gives_its_gradient_and_keeps_none() -> None:
+    stage, x = stage_of([linear()]), hidden()
+    found = [stage.backward(0, gradients_for(stage.forward(0, x, seed=0))) for _ in range(2)]
+    assert x.grad is None and torch.equal(found[0][0], found[1][0])
+
+
 def test_outputs_in_one_memory_are_handed_on_as_copies() -> None:
     # So this stage computes what two ranks would, between which no memory is shared.
     x = torch.tensor([3.0], requires_grad=True)
