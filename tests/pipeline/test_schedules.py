@@ -183,11 +183,6 @@ def test_an_unknown_schedule_is_refused_with_the_list() -> None:
         build("2f2b", 2, 2)
 
 
-def test_a_schedule_not_built_yet_names_the_nearest() -> None:
-    with pytest.raises(ValueError, match="'auto' is not built yet; .* '1f1b'"):
-        forward_only("auto", 2, 2)
-
-
 def test_no_microbatch_and_no_rank_are_refused() -> None:
     with pytest.raises(ValueError, match="pipeline.num_microbatches = 0"):
         build("1f1b", 2, 0)
