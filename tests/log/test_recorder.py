@@ -66,10 +66,10 @@ def test_a_step_is_recorded_in_the_order_of_the_program_and_nothing_overlaps(sch
 
 
 class Counting:
-    """A clock of whole seconds: a mark is one more than the mark before."""
+    """A clock of which a mark is one more than the mark before, in ``unit`` seconds."""
 
-    def __init__(self, sees_messages: bool) -> None:
-        self.sees_messages = sees_messages
+    def __init__(self, sees_messages: bool, unit: float = 1.0) -> None:
+        self.sees_messages, self.unit = sees_messages, unit
         self.now = 0
 
     def start(self) -> None:
@@ -80,7 +80,7 @@ class Counting:
         return self.now
 
     def read(self, marks: Any) -> list[float]:
-        return [float(mark) for mark in marks]
+        return [self.unit * mark for mark in marks]
 
 
 class Told:
@@ -111,6 +111,13 @@ def test_a_wait_goes_from_what_came_before_to_the_start_of_a_computation() -> No
     assert waits == [("1F0", 12.5, 13.5), ("1B0", 14.5, 15.5)]
     assert computes == [("1F0", 13.5, 14.5), ("1B0", 15.5, 16.5)]
     assert recorder.window() == (2 * 10**9, 13.5e9, 16.5e9)
+
+
+def test_what_the_interpreter_itself_takes_is_no_wait() -> None:
+    recorder, told = Recorder(Counting(sees_messages=True, unit=1e-6)), Told()
+    with recorder.listening(told):  # type: ignore[arg-type]
+        told.run("1F0 1B0")
+    assert recorder.read().waits == [] != recorder.read().computes
 
 
 def test_on_a_device_a_message_is_part_of_the_wait() -> None:
