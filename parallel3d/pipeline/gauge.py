@@ -103,8 +103,9 @@ def _fresh(leaf: Tensor) -> Tensor:
 
 
 def _bytes(stage: Stage, unit: Unit, x: Any, end: End | None) -> tuple[Any, int, int]:
-    """The output; bytes kept to the input gradient, without what the next unit's input is; bytes
-    kept from there for the weights.
+    """The output; bytes kept to the input gradient; bytes kept from there for the weights.
+
+    An output that its own unit saves counts here, and with the next unit as that one's input.
     """
     saved = _Storages()
     deferred = _Storages()
@@ -130,8 +131,7 @@ def _bytes(stage: Stage, unit: Unit, x: Any, end: End | None) -> tuple[Any, int,
         handle.remove()
     stage.clear()
     saved.add(*_tensors(x))
-    handed = set() if end else {t.untyped_storage().data_ptr() for t in _tensors(output)}
-    return output, saved.bytes(own | handed), deferred.bytes(own)
+    return output, saved.bytes(own), deferred.bytes(own)
 
 
 class _Storages:
