@@ -35,12 +35,16 @@ from parallel3d.verify import Case, Subject, parallel
 from parallel3d.verify.trace import Setting, Trace
 from parallel3d.zero import shards
 from parallel3d.zero.shards import Shards
+from parallel3d.zero.ties import Ties
 
 PP, DP, TP = Grid(pp=2), Grid(dp=2), Grid(tp=2)
 
 
 class Mutation(NamedTuple):
-    """What replaces ``owner.name``, the columns that must show it, the first parameter named."""
+    """What replaces ``owner.name``, the columns that must show it, the first parameter named.
+
+    Of the model with tied weights if ``tied``.
+    """
 
     owner: Any
     name: str
@@ -48,6 +52,7 @@ class Mutation(NamedTuple):
     columns: str
     parameter: str = "0.token.weight"
     grid: Grid = DP
+    tied: bool = False
 
 
 def traces(
@@ -154,6 +159,12 @@ def twice(step: Any, self: torch.optim.Optimizer) -> None:
     step(self)
 
 
+def own_use_only(self: Ties) -> None:
+    for pending in self._moving.values():
+        pending.wait()
+    self.forget()
+
+
 def in_fp32(send: Any, self: Channel, tensors: Sequence[Tensor]) -> None:
     send(self, [tensor.float().double() for tensor in tensors])
 
@@ -224,6 +235,9 @@ MUTATIONS = {
     ),
     "the optimizer steps twice": Mutation(*around(torch.optim.AdamW, "step", twice), "adamw"),
     "activations cross a border in fp32": Mutation(*around(Channel, "send", in_fp32), ALL, grid=PP),
+    "uses of a tied weight on another rank are not added": Mutation(
+        Ties, "add_up", own_use_only, f"{ALL} copies", grid=PP, tied=True
+    ),
     "no gradient crosses a border": Mutation(
         *around(Channel, "send", gradients_as_zeros), ALL, grid=PP
     ),

@@ -77,6 +77,7 @@ def ending_build(topology: Topology) -> nn.Sequential:
 OWN: dict[str, Any] = {"build": build, "reference": reference, "loss": distance, "batch": batch}
 SUBJECT = Subject(build, reference, distance, batch)
 GPT = presets.of_model("models.gpt", LANGUAGE)
+GPT_TIED = presets.of_model("models.gpt", {**LANGUAGE, "tied": True})
 SUBJECTS = {
     "llama": presets.of_model("models.llama", GROUPED),
     "mlp": presets.of_model("models.mlp", REGRESSION),
