@@ -5,7 +5,8 @@
     python tools/draw.py run=runs/x [out=x.svg]
 
 f, i and w are the times of forward, input gradient and weight gradient of all stages of a rank,
-comm that of one message. A schedule may also be the path of a program, one line a rank.
+comm that of one message. A schedule may also be auto, the fastest for these times, or the path of a
+program, one line a rank.
 
 A run's timeline is the newest of its trace.json; the simulated one under it takes for each action
 of a stage the mean of its measured times. out is a picture (.svg; .png with cairosvg) or a file
@@ -18,6 +19,8 @@ from pathlib import Path
 
 from parallel3d.pipeline import draw, measured, schedules, svg, trace
 from parallel3d.pipeline.actions import Program
+from parallel3d.pipeline.auto import Choice, choose
+from parallel3d.pipeline.costs import UnitCosts
 from parallel3d.pipeline.passes import add_communication
 from parallel3d.pipeline.program_file import read_program
 from parallel3d.pipeline.simulate import simulate
@@ -37,6 +40,7 @@ DEFAULTS = {
 }
 OF_A_RUN = {"run", "out", "theme"}
 KINDS = (".svg", ".png", ".json")
+DIVISIBLE = 12  # units of a rank, so that 1, 2, 3 or 4 chunks have the same
 THEMES = ("auto", "light", "dark")
 
 
@@ -47,8 +51,8 @@ def main(arguments: list[str]) -> None:
 
 
 def _draw_schedule(options: dict[str, str]) -> None:
-    title, program = _schedule(options)
     times = {key: _number(options, key) for key in ("f", "i", "w", "comm")}
+    title, program = _schedule(options, times)
     timeline = simulate(program, **times)
     print(draw.text(timeline, _columns()), draw.summary(timeline), sep="\n\n")
     panel = draw.Panel(draw.summary(timeline).replace("  ", " · "), timeline)
@@ -149,21 +153,30 @@ def _integer(options: dict[str, str], key: str) -> int:
         raise ValueError(f"{key} = {options[key]!r}: a count is a whole number") from None
 
 
-def _schedule(options: dict[str, str]) -> tuple[str, Program]:
+def _schedule(options: dict[str, str], times: dict[str, float]) -> tuple[str, Program]:
     """A title, and the program with its messages."""
-    name = options["schedule"]
+    name, program = options["schedule"], None
     if Path(name).is_file():
-        given = read_program(name)
-        schedule, program = given.schedule, given.lowered
+        schedule, _, program = read_program(name)
     else:
         sizes = (_integer(options, "pp"), _integer(options, "num_microbatches"))
         chunks = _integer(options, "num_chunks") if options["num_chunks"] else None
-        schedule, program = schedules.build(name, *sizes, chunks), None
+        if name == "auto":
+            chosen = _choose(*sizes, chunks, times)
+            name, schedule = f"auto ({chosen.name})", chosen.make(sizes[1])
+        else:
+            schedule = schedules.build(name, *sizes, chunks)
     count = 1 + max(action.microbatch for action in schedule.program[0])
     title = f"{Path(name).stem}: {len(schedule.program)} ranks, {count} microbatches"
     if schedule.num_chunks > 1:
         title += f", {schedule.num_chunks} chunks a rank"
     return title, program or add_communication(schedule)
+
+
+def _choose(pp: int, count: int, chunks: int | None, times: dict[str, float]) -> Choice:
+    """The fastest, of stages that all cost the same, however many a rank has."""
+    unit = UnitCosts(*(times[key] / DIVISIBLE for key in ("f", "i", "w")))
+    return choose([unit] * DIVISIBLE * pp, pp, count, comm=times["comm"], num_chunks=chunks)
 
 
 if __name__ == "__main__":

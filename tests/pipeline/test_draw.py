@@ -78,6 +78,7 @@ def _main(arguments: list[str]) -> None:
     [
         (["schedule=interleaved", "num_chunks=4"], "makespan 26.25  bubble 2.25  peak 4.75"),
         (["schedule=1f1b", "pp=8", "num_microbatches=32", "i=1.2", "w=0.8", "comm=0.05"], "120.4"),
+        (["schedule=auto"], "makespan 25.5  bubble 1.5  peak 4"),
         (["schedule=zbv", "pp=1", "num_microbatches=1"], "makespan 3  bubble 0  peak 1"),
     ],
 )
