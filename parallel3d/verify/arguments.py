@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from ..pipeline.schedules import NAMES
 from ..topology import Grid
+from .suites import SCHEDULES
 
 
 def read_arguments(arguments: Sequence[str]) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def _part(key: str, value: str) -> tuple[int, int]:
 READERS: dict[str, Callable[[str, str], Any]] = {
     "layouts": _layouts,
     "zero": _zero,
-    "schedule": _some_of(*NAMES),
+    "schedule": _some_of(*SCHEDULES),
     "num_chunks": _num_chunks,
     "recompute": _some_of("none", "full"),
     "model": _list,

@@ -72,6 +72,7 @@ def _engine(
     make: Callable[[Any], torch.optim.Optimizer],
 ) -> Observed:
     torch.manual_seed(setting.seed)  # for a model that is built on a real device
+    measured = case.schedule == "auto"
     return Observed(
         subject.build(topology),
         topology,
@@ -81,7 +82,8 @@ def _engine(
         schedule=case.schedule,
         num_microbatches=setting.num_microbatches,
         num_chunks=case.num_chunks,
-        partition=setting.partition,
+        partition="measure" if measured else setting.partition,
+        sample=_sample(subject, setting, topology.dp) if measured else None,
         zero=case.zero,
         precision="fp64",
         recompute=case.recompute,
@@ -101,6 +103,15 @@ def _share(batch: Any, dp: Axis) -> tuple[Any, ...]:
             )
         return (batch[dp.rank * count : (dp.rank + 1) * count],)
     return tree_map_only(Tensor, lambda t: torch.tensor_split(t, dp.size)[dp.rank], batch)
+
+
+def _sample(subject: Subject, setting: Setting, dp: Axis) -> Any:
+    """The first microbatch of this dp rank."""
+    share = _share(subject.batch(0), dp)
+    if len(share) == 1:
+        return share[0][0]
+    count = setting.num_microbatches
+    return tree_map_only(Tensor, lambda t: torch.tensor_split(t, count)[0], share)
 
 
 def _unequal_copies(parts: Parts) -> list[str]:

@@ -11,6 +11,7 @@ from .cases import LAYOUTS, Case, ordered, product
 from .covering import pairwise
 
 Work = dict[str, list[Case]]  # by model
+SCHEDULES = (*NAMES, "auto")
 
 
 class Choices(NamedTuple):
@@ -19,7 +20,7 @@ class Choices(NamedTuple):
     model: Sequence[str] = ("gpt_deep", "gpt_deep_tied")
     layouts: Sequence[str] = (*LAYOUTS, "4x1x1", "4x2x1")
     zero: Sequence[int] = (0, 1)
-    schedule: Sequence[str] = NAMES
+    schedule: Sequence[str] = SCHEDULES
     recompute: Sequence[str] = ("none", "full")
     num_chunks: Sequence[int | None] = (None,)
 
@@ -83,5 +84,7 @@ def describe(suite: str, choices: Choices) -> str:
 
 
 def num_stages(case: Case) -> int:
-    """Of the model that a case cuts."""
+    """The least that a case cuts a model into; ``auto`` takes as many as there are units for."""
+    if case.schedule == "auto":
+        return case.grid.pp
     return len(build(case.schedule, case.grid.pp, 1, case.num_chunks).rank_of_stage)

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from parallel3d.pipeline.schedules import NAMES
 from parallel3d.verify import presets
 from parallel3d.verify.command import main, read
-from parallel3d.verify.suites import Choices, full, num_stages, quick
+from parallel3d.verify.suites import SCHEDULES, Choices, full, num_stages, quick
 
 WRONG = {
     "layout=1x1x2": "layout is not an argument; did you mean layouts?",
@@ -60,7 +59,7 @@ def test_the_default_is_suite_quick() -> None:
 def test_suite_full_is_every_combination_and_a_choice_narrows_it() -> None:
     assert read(["suite=full"]).work == full(Choices())
     (cases,) = read(["suite=full", "zero=0", "model=gpt_deep", "layouts=4x2x1"]).work.values()
-    assert len(cases) == 2 * len(NAMES)
+    assert len(cases) == 2 * len(SCHEDULES)
 
 
 def test_parts_of_a_suite_are_all_of_it() -> None:

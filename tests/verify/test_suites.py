@@ -7,19 +7,19 @@ import pytest
 from parallel3d.pipeline.schedules import NAMES
 from parallel3d.topology import Grid
 from parallel3d.verify import Case
-from parallel3d.verify.suites import CHUNKED, Choices, describe, full, num_stages, quick
+from parallel3d.verify.suites import CHUNKED, SCHEDULES, Choices, describe, full, num_stages, quick
 
 CHOICES = Choices(model=("a", "b"))
 
 
 def test_full_is_every_combination_and_more_chunks_where_a_schedule_has_them() -> None:
-    assert set(CHOICES.schedule) == set(NAMES)
+    assert set(CHOICES.schedule) == {*NAMES, "auto"}
     work = full(CHOICES)
     assert list(work) == ["a", "b"] and work["a"] == work["b"]
     cases = work["a"]
     assert len(set(cases)) == len(cases)
     for layout in "2x1x1 2x2x1 2x1x2 4x1x1 2x2x2 4x2x1 1x1x1 1x2x1 1x1x2 1x2x2".split():
-        for schedule in NAMES:
+        for schedule in SCHEDULES:
             for zero in (0, 1):
                 for recompute in ("none", "full"):
                     assert Case(Grid.parse(layout), zero, schedule, recompute) in cases
@@ -27,7 +27,7 @@ def test_full_is_every_combination_and_more_chunks_where_a_schedule_has_them() -
     assert {(case.schedule, case.num_chunks) for case in more} == {
         (name, chunks) for name in ("interleaved", "looped-bfs") for chunks in (3, 4)
     }
-    assert len(more) == 48 and len(cases) == 48 + 10 * len(NAMES) * 4
+    assert len(more) == 48 and len(cases) == 48 + 10 * len(SCHEDULES) * 4
 
 
 def test_what_is_given_narrows_both_suites() -> None:
@@ -45,8 +45,8 @@ def test_what_is_given_narrows_both_suites() -> None:
 
 def test_quick_brings_every_two_choices_together() -> None:
     rows = [(model, *case) for model, cases in quick(CHOICES).items() for case in cases]
-    assert len(rows) == len(CHOICES.layouts) * len(NAMES)
-    sizes = {0: 2, 1: len(CHOICES.layouts), 2: 2, 3: len(NAMES), 4: 2}
+    assert len(rows) == len(CHOICES.layouts) * len(SCHEDULES)
+    sizes = {0: 2, 1: len(CHOICES.layouts), 2: 2, 3: len(SCHEDULES), 4: 2}
     for a, b in combinations(sizes, 2):
         assert len({(row[a], row[b]) for row in rows}) == sizes[a] * sizes[b]
 
