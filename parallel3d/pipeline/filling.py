@@ -11,9 +11,9 @@ from parallel3d.pipeline.rhythm import Due, Orders
 class Filling:
     """Run each rank's forwards and input gradients in order, and weight gradients in between.
 
-    A weight gradient runs when nothing else can: because the next input is not there, unless it is
-    due before ``1 - patience`` of the weight gradient is over; or because the rank would keep more
-    than ``limit`` bytes, counted as ``Timeline.peak_bytes`` counts a program without messages.
+    A weight gradient runs when nothing else can: because the next input is not there, and will not
+    be made to wait for more than ``patience`` of the weight gradient's time; or because the rank
+    would keep more than ``limit`` bytes, as ``Timeline.peak_bytes`` of a program without messages.
 
     Time only goes on, so that ``program`` can be run. ``is_whole`` is False if a rank stopped since
     the limit leaves no way on. (It may not wait until another rank has taken an output: no program

@@ -4,8 +4,10 @@ from hypothesis import strategies as st
 
 from parallel3d.pipeline.actions import COMPUTE, Op, show
 from parallel3d.pipeline.costs import Costs, stage_costs
+from parallel3d.pipeline.filling import Filling
 from parallel3d.pipeline.greedy import greedy, least_bytes
 from parallel3d.pipeline.passes import lower
+from parallel3d.pipeline.rhythm import Due
 from parallel3d.pipeline.schedules import build, stage_rank
 from parallel3d.pipeline.simulate import simulate, simulate_costs
 from tests.pipeline.paper_cases import unlike_units
@@ -91,6 +93,19 @@ def test_a_weight_gradient_waits_for_a_gap_or_for_memory() -> None:
         "0F0 0I0 0W0 0F1 0I1 0W1 0F2 0I2 0W2",
         "1F0 1I0 1W0 1F1 1I1 1W1 1F2 1I2 1W2",
     ]
+
+
+def test_a_weight_gradient_makes_the_next_input_wait_as_far_as_patience_goes() -> None:
+    one, none = (1, 1), (0, 0)
+    costs = Costs(one, one, (4, 0), saved=one, deferred=one, output=none, comm=0.5)
+    orders = [[Due(is_forward, 0, k) for is_forward in (True, False) for k in (0, 1)]]
+    orders.append([Due(is_forward, 1, k) for k in (0, 1) for is_forward in (True, False)])
+    # 0I0 ends at 5, the input of 0I1 is there at 6: 0W0 in between would make it wait for 3 of 4
+    eager, careful = (
+        show(Filling(costs, [0, 1], orders, 100, patience).program[:1]) for patience in (0.8, 0.7)
+    )
+    assert eager == "0F0 0F1 0I0 0W0 0I1 0W1"
+    assert careful == "0F0 0F1 0I0 0I1 0W0 0W1"
 
 
 def test_a_slow_message_asks_for_more_microbatches_on_the_way() -> None:
