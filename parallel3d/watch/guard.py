@@ -20,11 +20,31 @@ from ..topology import Grid
 from .blame import Account
 from .board import Alarm, Board, Report
 from .ending import end
-from .notes import OUTSIDE, Notes
+from .notes import OUTSIDE, Activity, Notes
 from .report import name, tell, write
 from .word import Word
 
 UNWINDING = 60.0  # seconds that a main thread with an error has to end the process
+
+
+class Stillness:
+    """For how long an activity has been seen to be the same.
+
+    Code of the caller, and an error on its way up, are never still. Time in which the looker did
+    not look either, as in a process that was stopped, does not count.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._last: tuple[Activity | None, float] = None, 0.0
+
+    def look(self, activity: Activity, now: float, longest: float) -> None:
+        """Look again, after ``longest`` seconds at most."""
+        seen, before = self._last
+        outside = activity.phase == OUTSIDE and activity.doing is None
+        same = activity is seen and not outside and activity.failure is None
+        self.seconds = self.seconds + min(now - before, longest) if same else 0.0
+        self._last = activity, now
 
 
 class Guard:
@@ -44,8 +64,7 @@ class Guard:
         self._wake, self._news, self._answered = Event(), Event(), Event()
         self._asked = self._stopping = False
         self._answer = ""
-        self._still = 0.0  # seconds for which the activity has been seen to be the same
-        self._seen = notes.activity, time.monotonic()
+        self._still = Stillness()
         self._process = os.getpid()
         self._thread = Thread(target=self._run, name="parallel3d-watch", daemon=True)
         # A thread inside the store's library would abort an interpreter that is taken down.
@@ -116,13 +135,9 @@ class Guard:
         self._wake.clear()
 
     def _is_stuck(self) -> bool:
-        """Time in which this thread did not run either, as in a stopped process, is not counted."""
-        activity, now = self.notes.activity, time.monotonic()
-        seen, before = self._seen
-        self._still = self._still + min(now - before, 2 * self.tick) if activity is seen else 0.0
-        self._seen = activity, now
-        honest = activity.failure is not None or (activity.phase == OUTSIDE and not activity.doing)
-        return self._still > self.timeout and not honest
+        """Whether the main thread has been at one thing for too long."""
+        self._still.look(self.notes.activity, time.monotonic(), 2 * self.tick)
+        return self._still.seconds > self.timeout
 
     def _conclude(self, alarm: Alarm) -> None:
         """Answer, hear the report, and end the process."""
@@ -189,7 +204,7 @@ class Guard:
             self._news.set()
             doing = self.notes.activity.doing
             waiting = doing is not None and doing.how != "computes"
-            if self._is_stuck() or (waiting and self._still > 2 * self.grace):
+            if self._is_stuck() or (waiting and self._still.seconds > 2 * self.grace):
                 break
         if not self._stopping:
             me, word = self.board.rank, Word.of(self.board.rank, self.notes, final=True)

@@ -1,4 +1,4 @@
-"""A training run, a script, in which one rank is killed at some event: see ``test_kill``."""
+"""A training run, a script, in which one rank ends at some event: see ``test_kill``."""
 
 from __future__ import annotations
 
@@ -16,15 +16,19 @@ from parallel3d.topology import Grid
 
 
 class Killer:
-    """Counts all that it observes, and ends its process at the event of a given number."""
+    """Counts all that it observes, and at the event of a given number does what it was told."""
 
-    def __init__(self, events: int) -> None:
-        self.left = events
+    def __init__(self, events: int, how: str) -> None:
+        self.left, self.how = events, how
 
     def hear(self, *event: Any) -> None:
         self.left -= 1
-        if self.left < 0:
+        if self.left < 0 and self.how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.left < 0 and self.how == "raise":
+            raise ValueError("planted")
+        if self.left < 0 and self.how == "leave":
+            raise SystemExit(0)
 
     waits = begins = ends = hear
 
@@ -41,7 +45,7 @@ def build(topology: Topology) -> nn.Sequential:
         return nn.Sequential(*[block() for _ in range(4)])
 
 
-def main(layout: str, victim: str, events: str, init_method: str) -> None:
+def main(layout: str, victim: str, events: str, init_method: str, how: str = "kill") -> None:
     grid = Grid.parse(layout)
     with Topology.init(
         grid.pp, grid.dp, grid.tp, timeout=30.0, device="cpu", init_method=init_method
@@ -52,10 +56,10 @@ def main(layout: str, victim: str, events: str, init_method: str) -> None:
             loss_fn=nn.MSELoss(reduction="sum"),
             optimizer=partial(torch.optim.SGD, lr=0.1),
             num_microbatches=4,
-            timeout=30.0,
+            timeout=10.0,
         )
         if topology.rank == int(victim):
-            killer = Killer(int(events))
+            killer = Killer(int(events), how)
             engine.parts.interpreter.observers.append(killer)
             for axis in (topology.world, topology.pp, topology.dp, topology.tp):
                 axis.observers.append(killer.hear)

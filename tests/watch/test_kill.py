@@ -35,11 +35,11 @@ def cases() -> list[Case]:
     ]
 
 
-def run(case: Case, root: Path, init_method: str | None = None) -> Finished:
+def run(case: Case, root: Path, init_method: str | None = None, how: str = "kill") -> Finished:
     folder = root / f"{case.layout}-{case.victim}-{case.events}"
     folder.mkdir()
     where = init_method or f"file://{folder}/rendezvous"
-    argv = [SCRIPT, case.layout, str(case.victim), str(case.events), where]
+    argv = [SCRIPT, case.layout, str(case.victim), str(case.events), where, how]
     return start(argv, Grid.parse(case.layout).size, cwd=folder, timeout=60)
 
 
@@ -63,6 +63,14 @@ def test_every_other_rank_ends_and_is_told_who_is_gone(
     killed: dict[Case, Finished], case: Case
 ) -> None:
     check(case, killed[case])
+
+
+@pytest.mark.report("Lightning-AI/pytorch-lightning#6430")
+def test_an_error_of_one_rank_is_the_cause_that_the_others_tell(tmp_path: Path) -> None:
+    ended = run(Case("2x1x2", 3, 120), tmp_path, how="raise")
+    assert ended.codes == (1, 1, 1, 1), ended.output
+    cause = r"cause: .*rank 3 \(pp 1, dp 0, tp 1\) failed .*: ValueError: planted, at .*in hear"
+    assert len(re.findall(cause, ended.output)) >= 3, ended.output
 
 
 def test_the_death_of_the_rank_that_keeps_the_store_is_told_too(tmp_path: Path) -> None:

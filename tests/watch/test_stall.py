@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from tests.start import ROOT, Finished, start
 
@@ -58,8 +59,7 @@ WHAT = {
 }
 
 
-def run(root: Path, where: str) -> Finished:
-    folder = root / where
+def run(folder: Path) -> Finished:
     groups = {
         "model": "{_target_: mine.build, width: 4}",
         "data": "{_target_: mine.Data, path: null, seq_len: 1, global_batch_size: 8, "
@@ -70,14 +70,19 @@ def run(root: Path, where: str) -> Finished:
         (folder / "conf" / group / "mine.yaml").write_text(text)
     (folder / "mine.py").write_text(MINE)
     argv = [str(ROOT / "recipes" / "pretrain.py"), *ARGUMENTS]
-    return start(argv, 2, env={"WHERE": where}, cwd=folder, timeout=60)
+    env = {"WHERE": folder.name, "TORCHELASTIC_ERROR_FILE": str(folder / "error.json")}
+    return start(argv, 2, env=env, cwd=folder, timeout=60)
 
 
 @pytest.fixture(scope="module")
-def stalled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
-    root = tmp_path_factory.mktemp("stalled")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("stalled")
+
+
+@pytest.fixture(scope="module")
+def stalled(root: Path) -> dict[str, Finished]:
     with ThreadPoolExecutor(len(WHAT)) as worlds:
-        return dict(zip(WHAT, worlds.map(lambda where: run(root, where), WHAT), strict=True))
+        return dict(zip(WHAT, worlds.map(lambda where: run(root / where), WHAT), strict=True))
 
 
 @pytest.mark.parametrize("where", WHAT)
@@ -89,3 +94,9 @@ def test_every_rank_ends_and_the_report_says_who_waits_for_whom_and_why(
     assert re.search(rf"rank 0 .* waits .* rank 1 .*\n.*cause: .*{WHAT[where]}", ended.output), (
         ended.output
     )
+
+
+def test_the_launchers_summary_says_why(stalled: dict[str, Finished], root: Path) -> None:
+    failure = ProcessFailure(0, 1, 1, str(root / "forward" / "error.json"))
+    summary = ChildFailedError("recipes/pretrain.py", {0: failure}).format_msg()
+    assert re.search(rf"traceback : .*\n.*\n.*cause: .*{WHAT['forward']}", summary), summary
