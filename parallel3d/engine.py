@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from .assemble.state import load_state, save_state, whole_state
 from .batch import Batch, check_same, shapes_of, split, to_device
 from .comm.collectives import Pending, all_reduce, broadcast, start_all_reduce
 from .optim.norm import clip, clip_coefficient
+from .pipeline.actions import Program
 from .pipeline.runtime import Step
 from .rng import seed_of
 from .topology import Topology
@@ -51,10 +53,16 @@ class Engine:
         param_groups: ``fn(name, parameter)`` gives a parameter's optimizer options.
         lr_schedule: factor of the learning rate, of the number of updates made so far. A skipped
             step makes no update.
-        schedule: ``gpipe``, ``1f1b``, ``interleaved``, ``looped-bfs``, ``zb-h1`` or ``zbv``.
+        schedule: ``gpipe``, ``1f1b``, ``interleaved``, ``looped-bfs``, ``zb-h1``, ``zbv``,
+            ``v-half``, ``v-min``; ``auto``, the fastest of these and more by what the units cost;
+            a program, or the path of one.
         num_microbatches: parts of a local batch; every dp rank runs the same number.
         num_chunks: stages per pipeline rank, None for what the schedule needs.
-        partition: ``parameters``, ``uniform``, or the list of each later stage's first unit.
+        partition: what the stages have equally much of, ``parameters``, ``uniform`` (units),
+            ``flops`` or ``measure`` (time), or the list of each later stage's first unit.
+        memory_limit: bytes of activations that a rank may keep; None for no limit.
+        sample: one microbatch ``(x, target)``, for what looks at the units' costs: ``auto``,
+            ``flops``, ``measure`` and ``memory_limit``.
         zero: 0 (everything whole) or 1 (optimizer state sharded over dp).
         zero_reduce, gather_budget, shard_size, offload: of features to come.
         precision: ``fp32``, ``bf16`` (fp32 masters and gradients), ``fp64``.
@@ -88,10 +96,12 @@ class Engine:
         num_items: Callable[[Any], Tensor | int] | None = None,
         param_groups: Callable[[str, nn.Parameter], dict[str, Any]] | None = None,
         lr_schedule: Callable[[int], float] | None = None,
-        schedule: str = "1f1b",
+        schedule: str | Program = "1f1b",
         num_microbatches: int = 1,
         num_chunks: int | None = None,
         partition: str | Sequence[int] = "parameters",
+        memory_limit: float | None = None,
+        sample: tuple[Any, Any] | None = None,
         zero: int = 1,
         zero_reduce: str = "each",
         gather_budget: int | None = None,
@@ -107,27 +117,10 @@ class Engine:
         timeout: float = 600.0,
         seed: int = 0,
     ) -> None:
+        given = dict(locals())
         _check(zero, zero_reduce, precision, recompute, max_grad_norm)
         _refuse(gather_budget=gather_budget, shard_size=shard_size, offload=offload)
-        options = Options(
-            loss_fn=loss_fn,
-            optimizer=optimizer,
-            num_items=num_items,
-            param_groups=param_groups,
-            lr_schedule=lr_schedule,
-            schedule=schedule,
-            num_microbatches=num_microbatches,
-            num_chunks=num_chunks,
-            partition=partition,
-            zero=zero,
-            precision=precision,
-            recompute=recompute,
-            tied=tied,
-            init=init,
-            compile=compile,
-            timeout=timeout,
-            seed=seed,
-        )
+        options = Options(**{each.name: given[each.name] for each in fields(Options)})
         self.topology, self.seed = topology, seed
         self.max_grad_norm, self.max_bad_steps = max_grad_norm, max_bad_steps
         self.watch = watch_over(topology, timeout)

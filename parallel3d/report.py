@@ -65,15 +65,19 @@ def _times(costs: Costs, scale: float) -> list[list[float]]:
 
 
 class Place(NamedTuple):
-    """A rank's host, and the bytes it will keep."""
+    """A rank's host, the bytes it will keep, and of its trained elements how many defer."""
 
     host: str
     memory: Memory
+    deferred: int
+    trained: int
 
 
 def places(engine: Engine) -> list[Place]:
     """Of every rank. Collective."""
-    mine = Place(socket.gethostname(), predicted(engine.parts))
+    shares = [stage.deferred_parameters for stage in engine.parts.stages.values()]
+    deferred, trained = (sum(column) for column in zip(*shares, strict=True))
+    mine = Place(socket.gethostname(), predicted(engine.parts), deferred, trained)
     return all_gather_objects(mine, engine.topology.world)
 
 
@@ -94,7 +98,8 @@ def report_start(
         ("zero", f"stage {config.zero.stage}"),
         ("parameters", f"{sum(_sizes(engine)):,}"),
         *((f"stage {s}", _stage(engine, s)) for s in range(len(parts.cuts))),
-        ("schedule", f"{config.pipeline.schedule}, {bubble}"),
+        ("schedule", f"{_schedule(config, engine)}, {bubble}"),
+        *([("split", _deferred(ranks))] if parts.programs.splits_backward else []),
         ("batch", f"{batch} = dp {grid.dp} x microbatches {microbatches} x {size}"),
         *_bytes_of(ranks),
         *([("activations", peak)] if parts.costs else []),
@@ -103,6 +108,18 @@ def report_start(
         ("start", start),
     ]
     report(f"{config.name}", rows)
+
+
+def _schedule(config: Config, engine: Engine) -> str:
+    """The schedule by name, and what ``auto`` took."""
+    asked, took = config.pipeline.schedule, engine.parts.programs.source.name
+    return asked if asked == took else f"{asked}: {took}"
+
+
+def _deferred(ranks: list[Place]) -> str:
+    """How far a split backward is one: the rest is made with the input gradients."""
+    share = sum(rank.deferred for rank in ranks) / max(1, sum(rank.trained for rank in ranks))
+    return f"{share:.0%} of the parameters have their gradients made apart from the inputs'"
 
 
 def _bytes_of(ranks: list[Place]) -> list[tuple[str, str]]:

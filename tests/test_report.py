@@ -53,6 +53,9 @@ def test_the_start_tells_what_each_stage_should_cost_and_what_that_rests_on(
     assert len(stages) == 2 and all(re.search(stage, line) for line in stages)
     assert any(re.search(rf"zbv, bubble \d+% of a step {basis}$", line) for line in lines)
     assert any("activations" in line for line in lines) == (partition != "parameters")
+    (split,) = (line for line in lines if line.startswith("  split "))
+    share = re.search(r" (\d+)% of the parameters", split)
+    assert share and 50 < int(share[1]) < 100, "norms and biases are not put off"
 
 
 def parts(costs: Costs | None, unit: str = "seconds") -> Any:

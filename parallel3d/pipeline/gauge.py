@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from statistics import median
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -20,7 +19,7 @@ from torch.utils.flop_counter import (
 from .costs import UnitCosts
 from .stage import Stage, Unit
 
-REPEATS = 3
+REPEATS = 5
 Read = Callable[[], float]
 
 
@@ -67,8 +66,9 @@ def flops() -> Iterator[Read]:
 
 
 def gauge(unit: Unit, x: Any, read: Read, *, recompute: bool, end: End | None) -> Gauged:
-    """Run a unit forward and backward and take the median of three runs, after one to warm up.
+    """Run a unit forward and backward, once to warm up, and take the least of five runs.
 
+    The least, because whatever else a machine does only adds to a time.
     Its parameters must have gradients, which are written. Layers that can defer their weight
     gradients do; all else of a backward counts as input gradient. ``end`` follows the last unit.
     """
@@ -76,7 +76,7 @@ def gauge(unit: Unit, x: Any, read: Read, *, recompute: bool, end: End | None) -
     stage.train(True)
     output, saved, deferred = _bytes(stage, unit, x, end)
     runs = [_run(stage, x, read, end) for _ in range(REPEATS + 1)][1:]
-    forward, input_grad, weight_grad = map(median, zip(*runs, strict=True))
+    forward, input_grad, weight_grad = map(min, zip(*runs, strict=True))
     handed = 0 if end else sum(map(_size, _tensors(output)))
     return Gauged(UnitCosts(forward, input_grad, weight_grad, saved, deferred, handed), output)
 
