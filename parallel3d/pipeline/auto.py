@@ -136,7 +136,7 @@ class _Search(NamedTuple):
     def _named(self, name: str, v: int) -> Iterator[Choice]:
         make = partial(build, name, self.num_ranks, num_chunks=v)
         schedule = make(self.num_microbatches)
-        in_flight = [_in_flight(schedule, stage) for stage in range(v * self.num_ranks)]
+        in_flight = [_most_saved(schedule, stage) for stage in range(v * self.num_ranks)]
         for cuts in self._cuts(v, in_flight, schedule.rank_of_stage):
             choice = self._choice(name, make, schedule, cuts)
             yield choice
@@ -179,7 +179,7 @@ def _make(
     return greedy(costs, homes, num_microbatches, limit, split)
 
 
-def _in_flight(schedule: Schedule, stage: int) -> int:
+def _most_saved(schedule: Schedule, stage: int) -> int:
     """The most microbatches of a stage between their forward and their input gradient."""
     held = most = 0
     for action in schedule.program[schedule.rank_of_stage[stage]]:

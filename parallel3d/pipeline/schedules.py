@@ -181,18 +181,19 @@ def build(
 def forward_only(
     name: str, num_ranks: int, num_microbatches: int, num_chunks: int | None = None
 ) -> Schedule:
-    """Make the evaluation schedule over the stages of ``build``: its forwards, in its order.
-
-    On a V that order makes forwards wait for each other: there it is that of ``forwards_over``.
-    """
-    schedule = build(name, num_ranks, num_microbatches, num_chunks)
-    if _find(name).style == "v":
-        return forwards_over(schedule, num_microbatches)
-    return forwards_of(schedule)
+    """Make the evaluation schedule over the same stages: ``forwards_of`` what ``build`` makes."""
+    return forwards_of(build(name, num_ranks, num_microbatches, num_chunks))
 
 
 def forwards_of(schedule: Schedule) -> Schedule:
-    """Make an evaluation schedule of a training schedule: its forwards in its order."""
+    """Make an evaluation schedule of a training schedule: its forwards in its order.
+
+    On a V, where neighbours share a rank, that order makes forwards wait for each other while there
+    is no backward to do: there it is the order of ``forwards_over``.
+    """
+    if any(rank == other for rank, other in pairwise(schedule.rank_of_stage)):
+        forwards = [a for actions in schedule.program for a in actions if a.op is Op.FORWARD]
+        return forwards_over(schedule, 1 + max(action.microbatch for action in forwards))
     return schedule._replace(program=_keep(schedule.program, {Op.FORWARD}))
 
 

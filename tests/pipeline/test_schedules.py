@@ -133,6 +133,12 @@ def test_evaluation_runs_the_forwards_alone_over_the_same_stages(name: str, p: i
     assert timeline.makespan <= 2 * (m + p - 1)
 
 
+@pytest.mark.parametrize("name", ["zbv", "v-half", "v-min"])
+@pytest.mark.parametrize(("p", "m"), [(2, 5), (4, 16), (8, 24)])
+def test_evaluation_on_a_v_takes_no_longer_than_on_a_loop(name: str, p: int, m: int) -> None:
+    assert simulate(lower(forward_only(name, p, m))).makespan == m + p - 1
+
+
 def test_zb_h1_on_two_ranks_is_the_papers_order() -> None:
     assert show(build("zb-h1", 2, 3).program).splitlines() == [
         "0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2",
