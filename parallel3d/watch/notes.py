@@ -18,11 +18,17 @@ CLOSING = "the end, which all ranks reach together"
 
 
 class Call(NamedTuple):
-    """A collective: its group's key, its name, and its number among those of the group."""
+    """A collective: its group's key, what it is, and its number among those of the group."""
 
     group: str
-    name: str
+    kind: str
+    tag: str
     number: int
+
+    @property
+    def name(self) -> str:
+        """As the report spells it."""
+        return f"{self.kind} '{self.tag}'" if self.tag else self.kind
 
 
 class Doing(NamedTuple):
@@ -75,7 +81,7 @@ class Notes:
         self.activity = Activity(time.monotonic(), OUTSIDE)
         self.joined: dict[str, int] = {}
         self.thread = threading.get_ident()
-        self._begun: dict[tuple[str, str], deque[int]] = defaultdict(deque)
+        self._begun: dict[tuple[str, str, str], deque[int]] = defaultdict(deque)
         self._inside: Doing | None = None  # what a collective is a part of
 
     def enters(self, phase: str) -> str:
@@ -101,15 +107,14 @@ class Notes:
         """A collective is begun, waited for, or done. Messages are the pipeline's to tell."""
         if event.kind in ("send", "receive"):
             return
-        group = self._groups.get((event.axis, event.ranks))
-        called = f"{event.kind} '{event.tag}'" if event.tag else event.kind
-        key = group or f"{event.axis} {','.join(map(str, event.ranks))}", called
-        doing = self._inside
+        axis, kind, tag, *_, ranks = event
+        group = self._groups.get((axis, ranks)) or f"{axis} {','.join(map(str, ranks))}"
+        key, doing = (group, kind, tag), self._inside
         if event.phase == "issue":
-            self.joined[key[0]] = number = self.joined.get(key[0], 0) + 1
+            self.joined[group] = number = self.joined.get(group, 0) + 1
             self._begun[key].append(number)
         elif event.phase == "block":
-            number = self._begun[key][0] if self._begun[key] else self.joined.get(key[0], 0)
+            number = self._begun[key][0] if self._begun[key] else self.joined.get(group, 0)
             doing = Doing("joins", call=Call(*key, number))
         elif self._begun[key]:
             self._begun[key].popleft()

@@ -137,9 +137,9 @@ def _activity(account: Account, word: Word) -> str:
 def _call(account: Account, word: Word) -> str:
     """A collective, and who is missing."""
     assert word.call is not None
-    group, called, number = word.call
+    group, number = word.call.group, word.call.number
     late = account.edges[word.rank]
-    text = f"{called} over {group}, number {number} there"
+    text = f"{word.call.name} over {group}, number {number} there"
     if late:
         return f"{text}, for {_names(account.grid, late)}"
     calls = [

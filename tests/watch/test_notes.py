@@ -30,10 +30,10 @@ def test_a_collective_is_known_by_its_number_in_its_group_also_when_waited_for_l
     notes.does(compute)
     assert hear(notes, "issue", "x").doing == compute, "what is only begun does not hold it up"
     assert hear(notes, "block", "items").doing == Doing(
-        "joins", call=Call("dp", "all_reduce 'items'", 1)
+        "joins", call=Call("dp", "all_reduce", "items", 1)
     )
     assert hear(notes, "wait", "items").doing == compute
-    assert hear(notes, "block", "x").doing == Doing("joins", call=Call("dp", "all_reduce 'x'", 2))
+    assert hear(notes, "block", "x").doing == Doing("joins", call=Call("dp", "all_reduce", "x", 2))
     hear(notes, "wait", "x")
     assert hear(notes, "issue", "y", ranks=(0, 1, 5)).doing == compute
     assert notes.joined == {"dp": 2, "dp 0,1,5": 1}
@@ -90,7 +90,7 @@ def test_a_word_is_small_and_comes_back_as_it_was() -> None:
     word = Word.of(3, notes, final=True)
     assert Word.load(word.dump()) == word
     assert len(word.dump()) < 1024
-    assert word.call == Call("dp", "all_reduce 'unit 4999'", 5000)
+    assert word.call == Call("dp", "all_reduce", "unit 4999", 5000)
     assert not word.has_ended()
 
 

@@ -30,8 +30,8 @@ def at(rank: int, how: str, action: str = "", *peers: int, **more: Any) -> Word:
     return Word(rank, how=how, action=action, peers=peers, **given)
 
 
-def joins(rank: int, group: str, number: int, called: str = "all_reduce 'norm'") -> Word:
-    return at(rank, "joins", call=Call(group, called, number), joined={group: number})
+def joins(rank: int, group: str, number: int, kind: str = "all_reduce", tag: str = "norm") -> Word:
+    return at(rank, "joins", call=Call(group, kind, tag, number), joined={group: number})
 
 
 def loads(rank: int, **more: Any) -> Word:
@@ -96,7 +96,7 @@ def test_a_group_is_that_of_the_rank_which_waits_in_it() -> None:
 
 
 def test_ranks_that_call_different_collectives_are_told_so() -> None:
-    told = lines(account(Grid(1, 2, 1), joins(0, "dp", 3), joins(1, "dp", 3, "broadcast 'x'")))
+    told = lines(account(Grid(1, 2, 1), joins(0, "dp", 3), joins(1, "dp", 3, "broadcast", "x")))
     assert any("number 3 there, where others are in broadcast 'x'" in line for line in told)
 
 
