@@ -35,7 +35,7 @@ from .model import (
 from .options import Options
 from .plan import make_plan
 from .programs import Programs
-from .ties import check_placements, share_values, shared_by, tie_by_name, ties_of
+from .ties import check_placements, fixed_of, share_values, shared_by, tie_by_name, ties_of
 
 
 @dataclass
@@ -139,7 +139,8 @@ def _shards(
             unit.module.compile()
     flats = flats_of(local, facts, group_of, {each.owner for each in shared}, topology, options)
     ties = ties_of(shared, facts, flats, axes)
-    return Shards(flats, topology.dp, options.zero, frozen_of(local), ties)
+    fixed = fixed_of(local, shared, facts)
+    return Shards(flats, topology.dp, options.zero, frozen_of(local), ties, fixed)
 
 
 def _borders(topology: Topology, home: list[int], timeout: float) -> dict[int, Border]:

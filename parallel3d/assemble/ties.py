@@ -129,6 +129,20 @@ def share_values(units: list[Unit], shared: list[Shared], axes: Mapping[Ranks, A
             broadcast(tensor.data, axes[each.holders], next(iter(each.axis_ranks().values())))
 
 
+def fixed_of(
+    units: list[Unit], shared: list[Shared], facts: Mapping[str, Facts]
+) -> dict[int, list[tuple[str, Tensor]]]:
+    """Buffers by unit and full name of which other pipeline ranks have copies."""
+    found: dict[int, list[tuple[str, Tensor]]] = {}
+    far = [each for each in shared if each.owner not in facts and len(each.holders) > 1]
+    for unit in units:
+        for path in (each.paths[unit.number] for each in far if unit.number in each.paths):
+            found.setdefault(unit.number, []).append(
+                (f"{unit.name}.{path}", _at(unit.module, path))
+            )
+    return found
+
+
 def _at(module: nn.Module, path: str) -> Tensor:
     owner, _, key = path.rpartition(".")
     tensor: Tensor = getattr(module.get_submodule(owner), key)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..comm.collectives import Pending, start_all_gather, start_reduce_scatter
 from ..topology import Axis
@@ -28,6 +28,7 @@ class Shards:
         stage: 0 or 1.
         frozen: parameters by name that lie in no buffer, of each unit.
         ties: of which this rank holds a use.
+        fixed: buffers by name that other pipeline ranks hold too, of each unit.
     """
 
     def __init__(
@@ -37,9 +38,11 @@ class Shards:
         stage: int,
         frozen: Mapping[int, Sequence[tuple[str, nn.Parameter]]] | None = None,
         ties: Sequence[Tie] = (),
+        fixed: Mapping[int, Sequence[tuple[str, Tensor]]] | None = None,
     ) -> None:
         self.flats, self.axis, self.stage, self.frozen = flats, axis, stage, frozen or {}
-        self.ties = Ties(ties)
+        self.ties, self.fixed = Ties(ties), fixed or {}
+        self._note_versions()
         self._reducing: dict[Flat, Pending] = {}
         self._gathering: dict[int, list[Pending]] = {}
 
@@ -65,6 +68,13 @@ class Shards:
                 raise RuntimeError(
                     f"{name} was unfrozen after the engine was built, which reads requires_grad "
                     f"once: build another engine and load a checkpoint"
+                )
+        for name, buffer in self.fixed.get(unit, ()):
+            if buffer._version != self._versions[name]:
+                raise RuntimeError(
+                    f"{name} was changed by its unit, but units on other pipeline ranks share that "
+                    f"buffer and do not see it: put all that share it in one stage "
+                    f"(pipeline.partition), or give each a buffer of its own"
                 )
 
     def reduce(self, unit: int) -> None:
@@ -99,7 +109,11 @@ class Shards:
         self.zero_gradients()
 
     def publish(self) -> None:
-        """After the optimizer: bring the new values into ``data``, and start gathering them."""
+        """After the optimizer: bring the new values into ``data``, and start gathering them.
+
+        Also after a checkpoint was loaded, which writes buffers too.
+        """
+        self._note_versions()
         for unit in sorted(self.flats):
             for flat in self.flats[unit]:
                 if flat.of is not None:
@@ -115,6 +129,10 @@ class Shards:
         """Wait for every gather, so that all parameters may be read."""
         for unit in list(self._gathering):
             self.before(unit)
+
+    def _note_versions(self) -> None:
+        found = [pair for unit in self.fixed for pair in self.fixed[unit]]
+        self._versions = {name: buffer._version for name, buffer in found}
 
     def zero_gradients(self) -> None:
         """Set every gradient to zero, in place."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from parallel3d.report import _sizes
 from tests.engine.cases import engine, same
 from tests.engine.cases import train as train_real
 from tests.engine.tie_cases import build, engine_of, train, unequal_copies
-from tests.world import run_on
+from tests.world import RankFailed, run_on
 
 
 def separate() -> nn.Sequential:
@@ -183,3 +184,30 @@ def test_a_tied_parameter_counts_once_on_any_number_of_ranks() -> None:
     for pp in (1, 2, 4):
         found = run_on(Grid(pp=pp), counts)
         assert set(found) == {(expected, len(list(model.parameters())))}
+
+
+class Calls(nn.Module):
+    """Counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.add_(1)
+        return x
+
+
+def count(topology: Topology, folder: Path) -> dict[str, Tensor]:
+    calls, layers = Calls(), [nn.Linear(8, 8) for _ in range(2)]
+    mine = engine(topology, nn.Sequential(calls, *layers, calls), partition="uniform")
+    mine.save(folder)
+    mine.load(folder)  # which writes the buffer, as it may
+    train_real(mine, 1)
+    return mine.state_dict_whole()
+
+
+def test_a_shared_buffer_may_change_only_where_every_use_sees_it(tmp_path: Path) -> None:
+    assert run_on(Grid(), count, folder=tmp_path / "one")[0]["3.count"] == 4
+    with pytest.raises(RankFailed, match="3.count was changed by its unit, but units on other"):
+        run_on(Grid(pp=2), count, folder=tmp_path / "two")

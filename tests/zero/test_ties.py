@@ -3,10 +3,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from parallel3d import Grid, Topology
 from parallel3d.comm.ledger import Event
+from parallel3d.placement import Replicate
+from parallel3d.topology import Axis
+from parallel3d.zero.flat import Flat, Held
+from parallel3d.zero.ties import Tie, Ties
 from tests.engine.cases import share
 from tests.engine.tie_cases import batch, build, engine_of
 from tests.world import run_on
@@ -79,3 +84,17 @@ def test_a_use_travels_beside_the_backward_of_the_units_before_it() -> None:
     # The head's, before the last message of its stage's last backward.
     sent = places(last, kind="send", tag="gradients", phase="issue")
     assert places(last, tag="tie 0.weight", phase="issue")[0] < sent[-1]
+
+
+def test_uses_are_added_in_unit_order() -> None:
+    flats = {}
+    for unit, value in {0: 1.0, 3: 1e17, 5: -1e17}.items():
+        parameter = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+        held = [Held(f"{unit}.w", parameter, Replicate(), 0, 0)]
+        cpu = torch.device("cpu")
+        of = flats.get(0)
+        flats[unit] = Flat(held, Axis.single("dp"), cpu, dtype=torch.float64, whole=False, of=of)
+        flats[unit].grad.fill_(value)
+    ties = Ties([Tie("0.w", Axis.single("pp"), dict.fromkeys(flats, 0), flats)])
+    ties.add_up()
+    assert ties.ties[0].home is flats[0] and flats[0].grad.tolist() == [0.0] * 64
