@@ -17,7 +17,7 @@ from ..topology import Topology
 from .measure import Measured, count_flops, measure
 from .model import Facts
 from .options import Options
-from .programs import Programs, Source, given, made, named
+from .programs import Programs, Source, chosen, given, named
 
 
 class Plan(NamedTuple):
@@ -86,7 +86,7 @@ def _chosen(weights: list[float], known: Known, topology: Topology, options: Opt
         weights=weights,
         method=options.partition,
     )
-    source = made(choice.name, choice.make, options.num_microbatches)
+    source = chosen(choice, options.num_microbatches)
     programs = Programs(source, topology.pp)
     return Plan(programs, choice.cuts, choice.costs)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 from ..pipeline.actions import Action, Op, Program, Schedule, show
+from ..pipeline.auto import Choice
 from ..pipeline.memory import in_flight
 from ..pipeline.passes import add_communication, lower
 from ..pipeline.program_file import given_program, read_program
@@ -32,16 +33,22 @@ class Source:
 
 def named(name: str, num_ranks: int, num_microbatches: int, num_chunks: int | None) -> Source:
     """A schedule by its name."""
-    return made(name, partial(build, name, num_ranks, num_chunks=num_chunks), num_microbatches)
-
-
-def made(name: str, make: Callable[[int], Schedule], num_microbatches: int) -> Source:
-    """A schedule by what makes it for any number of microbatches."""
+    make = partial(build, name, num_ranks, num_chunks=num_chunks)
 
     def evaluate(count: int) -> Schedule:
         return forwards_of(make(count))
 
     return Source(name, num_microbatches, make, evaluate)
+
+
+def chosen(choice: Choice, num_microbatches: int) -> Source:
+    """What ``auto`` took; made once for each number of microbatches, as it takes a search."""
+    make = cache(choice.make)
+
+    def evaluate(count: int) -> Schedule:
+        return forwards_over(make(num_microbatches), count)
+
+    return Source(choice.name, num_microbatches, make, evaluate)
 
 
 def given(
