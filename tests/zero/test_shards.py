@@ -176,3 +176,15 @@ def test_a_parameter_that_was_unfrozen_is_found() -> None:
     frozen.requires_grad_(True)
     with pytest.raises(RuntimeError, match="0.bias was unfrozen after the engine was built"):
         mine.check(0)
+
+
+def test_a_buffer_that_others_share_may_be_loaded_but_not_changed_by_its_unit() -> None:
+    buffer = torch.zeros(2)
+    mine = Shards({}, Axis.single("dp"), 1, fixed={3: [("3.count", buffer)]})
+    mine.check(3)
+    buffer.add_(1)
+    mine.check(2)
+    with pytest.raises(RuntimeError, match="3.count was changed by its unit"):
+        mine.check(3)
+    mine.publish()
+    mine.check(3)
