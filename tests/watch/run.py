@@ -1,10 +1,11 @@
-"""A training run, a script, in which one rank ends at some event: see ``test_kill``."""
+"""A training run, a script, in which something happens to one rank: see ``test_kill``."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+import time
 from functools import partial
 from typing import Any
 
@@ -56,14 +57,16 @@ def main(layout: str, victim: str, events: str, init_method: str, how: str = "ki
             loss_fn=nn.MSELoss(reduction="sum"),
             optimizer=partial(torch.optim.SGD, lr=0.1),
             num_microbatches=4,
-            timeout=10.0,
+            timeout=3.0 if how == "sleep" else 10.0,
         )
-        if topology.rank == int(victim):
+        if topology.rank == int(victim) and how != "sleep":
             killer = Killer(int(events), how)
             engine.parts.interpreter.observers.append(killer)
             for axis in (topology.world, topology.pp, topology.dp, topology.tp):
                 axis.observers.append(killer.hear)
         for step in range(1000):
+            if step == 1 and topology.rank == int(victim) and how == "sleep":
+                time.sleep(1000)
             engine.train_step(torch.ones(4, 8), torch.ones(4, 8))
             engine.eval_step(torch.ones(4, 8), torch.ones(4, 8))
             engine.save(f"step-{step}")

@@ -73,6 +73,13 @@ def test_an_error_of_one_rank_is_the_cause_that_the_others_tell(tmp_path: Path) 
     assert len(re.findall(cause, ended.output)) >= 3, ended.output
 
 
+def test_one_that_stands_still_outside_the_engine_hears_the_alarm_of_others(tmp_path: Path) -> None:
+    ended = run(Case("1x3x1", 1, 0), tmp_path, how="sleep")
+    assert ended.codes == (1, 1, 1), ended.output
+    cause = r"cause: .*rank 1 .* is in the caller's code since .*, at .*run\.py:\d+ in main"
+    assert len(re.findall(cause, ended.output)) == 3, ended.output
+
+
 def test_the_death_of_the_rank_that_keeps_the_store_is_told_too(tmp_path: Path) -> None:
     ended = run(Case("1x3x1", 0, 90), tmp_path, f"tcp://127.0.0.1:{port()}")
     assert ended.codes == (-signal.SIGKILL, 1, 1), ended.output

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,8 +38,11 @@ def test_a_collective_is_known_by_its_number_in_its_group_also_when_waited_for_l
     assert hear(notes, "wait", "items").doing == compute
     assert hear(notes, "block", "x").doing == Doing("joins", call=Call("dp", "all_reduce", "x", 2))
     hear(notes, "wait", "x")
+    hear(notes, "issue", "x")
+    assert hear(notes, "block", "x").doing == Doing("joins", call=Call("dp", "all_reduce", "x", 3))
+    hear(notes, "wait", "x")
     assert hear(notes, "issue", "y", ranks=(0, 1, 5)).doing == compute
-    assert notes.joined == {"dp": 2, "dp 0,1,5": 1}
+    assert notes.joined == {"dp": 3, "dp 0,1,5": 1}
 
 
 def test_messages_are_the_pipelines_to_tell() -> None:
@@ -92,6 +98,16 @@ def test_a_word_is_small_and_comes_back_as_it_was() -> None:
     assert len(word.dump()) < 1024
     assert word.call == Call("dp", "all_reduce", "unit 4999", 5000)
     assert not word.has_ended()
+
+
+def test_a_process_has_ended_also_while_nobody_has_taken_notice() -> None:
+    here = Word.of(0, Notes({}))
+    assert not here.has_ended()
+    assert not replace(here, home="elsewhere", pid=-1).has_ended(), "that is not known"
+    with subprocess.Popen(["true"]) as process:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert replace(here, pid=process.pid).has_ended()
+    assert replace(here, pid=process.pid).has_ended()
 
 
 def test_the_users_own_frame_is_found_under_those_of_libraries() -> None:

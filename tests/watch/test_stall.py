@@ -49,7 +49,7 @@ class Data:
 """
 ARGUMENTS = (
     "--config-dir=conf model=mine data=mine loss._target_=torch.nn.MSELoss train.steps=4 name=a "
-    "pipeline.num_microbatches=2 train.eval_every=2 train.timeout=2 log.wandb.mode=disabled "
+    "pipeline.num_microbatches=2 train.eval_every=2 train.timeout=4 log.wandb.mode=disabled "
     "topology.pp=2"
 ).split()
 WHAT = {
