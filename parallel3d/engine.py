@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .assemble import Options, assemble
+from .assemble import Offload, Options, assemble
 from .assemble.state import load_state, save_state, whole_state
 from .batch import Batch, check_same, shapes_of, split, to_device
 from .comm.collectives import Pending, all_reduce, broadcast, start_all_reduce
@@ -64,9 +64,11 @@ class Engine:
         sample: one microbatch ``(x, target)``, for what looks at the units' costs: ``auto``,
             ``flops``, ``measure`` and ``memory_limit``.
         zero: 0 (everything whole) or 1 (optimizer state sharded over dp).
-        zero_reduce, gather_budget, shard_size, offload: of features to come.
+        zero_reduce, gather_budget, shard_size: of features to come.
         precision: ``fp32``, ``bf16`` (fp32 masters and gradients), ``fp64``.
         recompute: ``none``, or ``full``: units keep their input only.
+        offload: what leaves the device, ``{"optimizer": "none", "parameters": "none",
+            "activations": "none", "path": None}`` or part of it; None for nothing.
         tied: groups of parameter names, each of which is one parameter, as if the model had been
             built with one Parameter object: ``[("0.weight", "5.weight")]``. The first in model
             order gives its name, values and optimizer group.
@@ -108,7 +110,7 @@ class Engine:
         shard_size: int | None = None,
         precision: str = "fp32",
         recompute: str = "none",
-        offload: Any = None,
+        offload: Offload | Mapping[str, Any] | None = None,
         tied: Sequence[Sequence[str]] | None = None,
         max_grad_norm: float | None = None,
         max_bad_steps: int | None = None,
@@ -119,7 +121,9 @@ class Engine:
     ) -> None:
         given = dict(locals())
         _check(zero, zero_reduce, precision, recompute, max_grad_norm)
-        _refuse(gather_budget=gather_budget, shard_size=shard_size, offload=offload)
+        given["offload"] = offloaded = Offload.of(offload)
+        _refuse(gather_budget=gather_budget, shard_size=shard_size)
+        _refuse_offload(offloaded)
         options = Options(**{each.name: given[each.name] for each in fields(Options)})
         self.topology, self.seed = topology, seed
         self.max_grad_norm, self.max_bad_steps = max_grad_norm, max_bad_steps
@@ -317,3 +321,11 @@ def _refuse(**options: Any) -> None:
     for name, value in options.items():
         if value is not None:
             raise ValueError(f"{name} = {value!r} is not built yet: leave it None")
+
+
+def _refuse_offload(asked: Offload) -> None:
+    for name in ("optimizer", "parameters", "activations"):
+        if getattr(asked, name) != "none":
+            raise ValueError(
+                f"offload.{name} = {getattr(asked, name)} is not built yet: leave it none"
+            )

@@ -1,6 +1,6 @@
 """Arguments to parts: the one room that knows every other."""
 
-from .options import Options
+from .options import Offload, Options
 from .parts import Parts, assemble
 
-__all__ = ["Options", "Parts", "assemble"]
+__all__ = ["Offload", "Options", "Parts", "assemble"]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -12,6 +13,41 @@ from torch import Tensor, nn
 from ..optim.optimizer import Options as Group
 from ..pipeline.actions import Program
 from ..pipeline.criterion import LossFn
+
+
+@dataclass(frozen=True)
+class Offload:
+    """What leaves the device, and where to; ``path`` is the folder of what goes to disk."""
+
+    optimizer: str = "none"
+    parameters: str = "none"
+    activations: str = "none"
+    path: str | None = None
+
+    @classmethod
+    def of(cls, asked: Offload | Mapping[str, Any] | None) -> Offload:
+        """From the engine's argument. Raises ValueError for a key or a place that is none."""
+        if asked is None or isinstance(asked, Offload):
+            asked = asdict(asked or cls())
+        if not isinstance(asked, Mapping):
+            raise ValueError(f"offload = {asked!r} is not a mapping like {{'optimizer': 'cpu'}}")
+        known = [each.name for each in fields(cls)]
+        for key, value in asked.items():
+            if key not in known:
+                close = get_close_matches(key, known, n=1, cutoff=0.0)
+                raise ValueError(f"offload.{key} is not a key; did you mean offload.{close[0]}?")
+            if key != "path" and value not in PLACES[key]:
+                raise ValueError(
+                    f"offload.{key} = {value!r} is not one of {', '.join(PLACES[key])}"
+                )
+        return cls(**asked)
+
+
+PLACES = {
+    "optimizer": ("none", "cpu", "disk"),
+    "parameters": ("none", "cpu"),
+    "activations": ("none", "cpu"),
+}
 
 
 @dataclass
@@ -32,6 +68,7 @@ class Options:
     zero: int = 1
     precision: str = "fp32"
     recompute: str = "none"
+    offload: Offload = Offload()
     tied: Sequence[Sequence[str]] | None = None
     init: Callable[[str, Tensor], object] | None = None
     compile: bool = False

@@ -258,7 +258,11 @@ WRONG = {
     "precision = 'fp8' is not one of fp32, bf16, fp64": {"precision": "fp8"},
     "recompute = 'some' is not one of none, full": {"recompute": "some"},
     "max_grad_norm = 0 must be above 0": {"max_grad_norm": 0},
-    "offload = 'cpu' is not built yet": {"offload": "cpu"},
+    "offload = 'cpu' is not a mapping": {"offload": "cpu"},
+    "offload.optimiser is not a key; did you mean offload.optimizer": {
+        "offload": {"optimiser": "cpu"}
+    },
+    "offload.parameters = 'disk' is not one of none, cpu": {"offload": {"parameters": "disk"}},
     "gather_budget = 1 is not built yet": {"gather_budget": 1},
     "shard_size = 2 is not built yet": {"shard_size": 2},
     "LBFGS cannot update flat pieces": {"optimizer": torch.optim.LBFGS},
