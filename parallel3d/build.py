@@ -89,7 +89,6 @@ def build_engine(config: Config, topology: Topology, model: nn.Module, data: Any
         zero_reduce=config.zero.reduce,
         precision=config.precision,
         recompute=config.recompute.mode,
-        offload=vars(config.offload),
         max_grad_norm=config.train.max_grad_norm or None,
         max_bad_steps=config.train.max_bad_steps or None,
         compile=config.compile,
