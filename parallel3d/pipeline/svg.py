@@ -6,7 +6,7 @@ from html import escape
 from itertools import chain
 
 from parallel3d.pipeline.actions import Op
-from parallel3d.pipeline.draw import Panel, idle_shares, summary, typical
+from parallel3d.pipeline.draw import Panel, summary, typical
 from parallel3d.pipeline.simulate import Span, Timeline
 from parallel3d.pipeline.trace import CATEGORIES
 
@@ -86,7 +86,7 @@ def _panel(panel: Panel, scale: float, longest: float, unit: str, y: float) -> I
     top = y + 16
     bottom = top + len(timeline.spans) * (ROW + GAP)
     yield from _axis(timeline, scale, unit, top, bottom)
-    idle = idle_shares(timeline)
+    idle = timeline.idle_shares
     for rank, spans in enumerate(timeline.spans):
         at = top + rank * (ROW + GAP)
         yield (
