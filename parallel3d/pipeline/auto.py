@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from math import inf
 from typing import NamedTuple
 
@@ -149,7 +149,8 @@ class _Search(NamedTuple):
             costs = stage_costs(self.units, cuts, self.comm)
             least = least_bytes(costs, homes, split)
             if self.limit is None or least <= self.limit:
-                make = partial(_make, costs, homes, self.limit, split)
+                # Made by a search, so that it is made once for each number of microbatches.
+                make = cache(partial(greedy, costs, homes, memory_limit=self.limit, split=split))
                 yield self._choice(name, make, make(self.num_microbatches), cuts)
                 return
             yield least
@@ -171,12 +172,6 @@ class _Search(NamedTuple):
     def _choice(self, name: str, make: Make, schedule: Schedule, cuts: Cuts) -> Choice:
         costs = stage_costs(self.units, cuts, self.comm)
         return Choice(name, make, cuts, costs, simulate_costs(schedule.program, costs))
-
-
-def _make(
-    costs: Costs, homes: list[int], limit: float | None, split: bool, num_microbatches: int
-) -> Schedule:
-    return greedy(costs, homes, num_microbatches, limit, split)
 
 
 def _most_saved(schedule: Schedule, stage: int) -> int:
