@@ -88,6 +88,8 @@ def build_engine(config: Config, topology: Topology, model: nn.Module, data: Any
         sample=None if data is None else sample_of(config, topology, data),
         zero=config.zero.stage,
         zero_reduce=config.zero.reduce,
+        gather_budget=config.zero.gather_budget,
+        shard_size=config.zero.shard_size,
         precision=config.precision,
         recompute=config.recompute.mode,
         max_grad_norm=config.train.max_grad_norm or None,

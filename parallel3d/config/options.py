@@ -18,8 +18,6 @@ ScheduleName = Literal[
 
 BUILT: dict[str, tuple[Any, ...]] = {
     "precision": ("fp32", "fp64", "bf16"),
-    "zero.stage": (0, 1),
-    "zero.shard_size": (None,),
     "zero.reduce_dtype": (None,),
     "recompute.mode": ("none", "full"),
     "recompute.every": (1,),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from parallel3d.pipeline.stage import Stage, Unit
+from parallel3d.pipeline.stage import AtHand, Stage, Unit
 
 WIDTH = 8
 Modules = Callable[[], list[nn.Module]]
@@ -46,6 +46,31 @@ class OnFirst(nn.Module):
 
     def forward(self, x: tuple[Any, ...]) -> tuple[Any, ...]:
         return self.module(x[0]), *x[1:]
+
+
+class Told(AtHand):
+    """Calls ``after`` with the number of each unit whose backward is done, and keeps the others."""
+
+    def __init__(self, after: Callable[[int], None] = lambda unit: None) -> None:
+        self.after = after
+        self.forwards: list[int] = []
+        self.backwards: list[tuple[int, int]] = []
+        self.weight_grads: list[tuple[int, int]] = []
+        self.reduced: list[int] = []
+
+    def before_forward(self, unit: int) -> None:
+        self.forwards.append(unit)
+
+    def before_backward(self, unit: int, microbatch: int) -> None:
+        self.backwards.append((unit, microbatch))
+
+    def before_weight_grad(self, unit: int, microbatch: int) -> None:
+        self.weight_grads.append((unit, microbatch))
+
+    def after_backward(self, unit: int, microbatch: int, reduce: bool) -> None:
+        self.after(unit)
+        if reduce:
+            self.reduced.append(unit)
 
 
 def linear() -> nn.Linear:
