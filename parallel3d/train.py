@@ -125,6 +125,7 @@ def record_of(
         memory_gradients=kept.gradients,
         memory_optimizer=kept.optimizer,
         stage_bubble=tuple(stage.bubble for stage in held),
+        loss_scale=None if engine.scaler is None else engine.loss_scale,
         **totals(ranks)._asdict(),
         **meter.rates(),
     )

@@ -39,8 +39,6 @@ NOT_BUILT = {
     "zero.stage=2": "zero.stage=1",
     "zero.stage=3": "zero.stage=1",
     "zero.shard_size=2": "zero.shard_size=null",
-    "zero.reduce_dtype=fp32": "zero.reduce_dtype=null",
-    "precision=fp16": "precision=bf16",
     "recompute.every=2": "recompute.every=1",
     "recompute.partition=true": "recompute.partition=false",
     "offload.optimizer=cpu": "offload.optimizer=none",
