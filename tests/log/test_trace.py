@@ -196,3 +196,10 @@ def test_no_timeline_is_written_if_none_is_wanted(root: Path) -> None:
     assert not (root / "none" / "trace.json").exists()
     assert not (root / "none" / "pipeline.svg").exists(), "one rank is no pipeline"
     assert all("stage/0/bubble" in row for row in rows(root / "none"))
+
+
+def test_a_line_in_fp16_has_the_loss_scale_that_the_step_left(root: Path) -> None:
+    overrides = [f"data.path={root / 'tokens'}", "log.trace=0", "log.wandb.mode=disabled"]
+    scaled = ["precision=fp16", "fp16.initial_scale=8", "fp16.window=2", "zero.reduce_dtype=fp16"]
+    run_on(1, train_on, folder=root / "fp16", overrides=[*overrides, *scaled])
+    assert [row["loss_scale"] for row in rows(root / "fp16")] == [8, 16, 16]
