@@ -27,7 +27,6 @@ BUILT: dict[str, tuple[Any, ...]] = {
     "offload.parameters": ("none",),
     "offload.activations": ("none",),
     "offload.path": (None,),
-    "deepspeed": (None,),
 }
 """The values that work, by key; the last one is the nearest to a value that does not."""
 

@@ -50,7 +50,6 @@ NOT_BUILT = {
     "recompute.partition=true": "recompute.partition=false",
     "offload.optimizer=cpu": "offload.optimizer=none",
     "offload.activations=disk": "offload.activations=none",
-    "deepspeed=ds.json": "deepspeed=null",
 }
 
 

@@ -41,7 +41,7 @@ WRONG = {
     "fp16.scale=128": r"fp16\.scale = 128\.0 is of precision=fp16, but precision = fp32: .* null",
     "recompute.mode=some": r"recompute\.mode = 'some' is not one of none, full",
     "offload.optimizer=cpu": r"offload\.optimizer = cpu is not built yet: .*=none",
-    "deepspeed=ds.json": r"deepspeed = ds\.json is not built yet: .*deepspeed=null",
+    "deepspeed=ds.json": r"deepspeed = 'ds\.json' cannot be read .*path of a JSON",
     "model=gpt_tinny": r"model = 'gpt_tinny' is not one of .*did you mean model=gpt_tiny\?",
     "model.widht=64": r"model\.widht is not a key .*did you mean model\.width\?",
     "model.vocab_size=10": r"vocab_size.*10",
