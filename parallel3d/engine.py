@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from .assemble import Offload, Options, assemble
+from .assemble.model import DTYPES
 from .assemble.state import load_state, save_state, whole_state
 from .batch import Batch, check_same, shapes_of, split, to_device
 from .comm.collectives import Pending, all_reduce, broadcast, start_all_reduce
 from .optim.norm import clip, clip_coefficient
+from .optim.scaler import LossScaler
 from .pipeline.actions import Program
 from .pipeline.runtime import Step
 from .rng import seed_of
@@ -71,7 +73,12 @@ class Engine:
             only what one unit needs; None for 2**28.
         shard_size: shard over so many neighbours of a dp rank, the others have replicas (FSDP
             calls it hybrid); it divides dp. None for all of dp.
-        precision: ``fp32``, ``bf16`` (fp32 masters and gradients), ``fp64``.
+        reduce_dtype: ``bf16`` or ``fp16``: gradients are summed over dp from values rounded to
+            it, and half the bytes are sent; ``fp32``, or None for the gradients' own.
+        precision: ``fp32``, ``bf16`` or ``fp16`` (fp32 masters and gradients), ``fp64``.
+        fp16: how the loss of ``fp16`` is scaled, see ``optim.scaler.LossScaler``:
+            ``{"initial_scale": 65536, "window": 1000, "hysteresis": 2, "min_scale": 1, "scale":
+            None}`` or part of it; ``scale`` is a fixed one.
         recompute: ``none``, or ``full``: units keep their input only.
         offload: what leaves the device, ``{"optimizer": "none", "parameters": "none",
             "activations": "none", "path": None}`` or part of it; None for nothing.
@@ -80,7 +87,8 @@ class Engine:
             order gives its name, values and optimizer group.
         max_grad_norm: clip the gradients to this norm.
         max_bad_steps: the last of so many steps in a row with a loss or gradient that is not
-            finite raises RuntimeError. Each such step is skipped on all ranks together.
+            finite raises RuntimeError. Each such step is skipped on all ranks together. A gradient
+            that overflows in ``fp16`` while its scale can still fall is not counted.
         init: ``init(name, tensor)`` fills every parameter, given whole in fp32, in place.
         compile: compile each unit for itself.
         timeout: seconds that a rank may be at one thing, a wait or a computation; then all end,
@@ -114,7 +122,9 @@ class Engine:
         zero_reduce: str = "each",
         gather_budget: int | None = None,
         shard_size: int | None = None,
+        reduce_dtype: str | None = None,
         precision: str = "fp32",
+        fp16: Mapping[str, Any] | None = None,
         recompute: str = "none",
         offload: Offload | Mapping[str, Any] | None = None,
         tied: Sequence[Sequence[str]] | None = None,
@@ -126,10 +136,11 @@ class Engine:
         seed: int = 0,
     ) -> None:
         given = dict(locals())
-        _check(precision, recompute, max_grad_norm)
+        _check(reduce_dtype, precision, recompute, max_grad_norm)
         _check_zero(zero, zero_reduce, gather_budget, shard_size, topology.dp.size)
         given["offload"] = offloaded = Offload.of(offload)
         _refuse_offload(offloaded)
+        self.scaler = LossScaler.of(precision, fp16)
         options = Options(**{each.name: given[each.name] for each in fields(Options)})
         self.topology, self.seed = topology, seed
         self.max_grad_norm, self.max_bad_steps = max_grad_norm, max_bad_steps
@@ -140,9 +151,12 @@ class Engine:
         self.step, self.bad_steps = 0, 0
         self._checked = False
         self._known: set[tuple[bool, int]] = set()
-        self._dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}[
-            precision
-        ]
+        self._dtype = DTYPES[precision]
+
+    @property
+    def loss_scale(self) -> float:
+        """What the next step's loss will be multiplied by for its backward; 1 but in fp16."""
+        return 1.0 if self.scaler is None else self.scaler.scale
 
     @watched("a training step")
     def train_step(self, x: Any, target: Any = None) -> StepResult:
@@ -158,7 +172,7 @@ class Engine:
             check_same(batch, self.topology)
             self._checked = True
         items = self._count(batch)
-        self.parts.criterion.begin(batch.targets, lambda: _inverse(items.wait()))
+        self.parts.criterion.begin(batch.targets, lambda: self._factor(items.wait()))
         try:
             self._run(batch, training=True)
         except BaseException:
@@ -194,7 +208,12 @@ class Engine:
 
         ``meta`` is kept beside it, as JSON.
         """
-        counters = {"step": self.step, "bad_steps": self.bad_steps, "seed": self.seed}
+        counters = {
+            "step": self.step,
+            "bad_steps": self.bad_steps,
+            "seed": self.seed,
+            "loss_scale": self.scaler and self.scaler.state(),
+        }
         if taken := sorted(meta.keys() & {*counters, "optimizer"}):
             raise ValueError(f"meta {', '.join(taken)} is the engine's own: use another name")
         save_state(self.parts, Path(folder), {**counters, **meta})
@@ -207,6 +226,8 @@ class Engine:
         """
         meta = load_state(self.parts, Path(folder))
         self.step, self.bad_steps = meta["step"], meta["bad_steps"]
+        if self.scaler is not None and meta.get("loss_scale"):
+            self.scaler.load(meta["loss_scale"])
         return meta
 
     @watched("state_dict_whole")
@@ -235,6 +256,11 @@ class Engine:
                 raise ValueError(f"num_items gave {float(count)}: it counts, in whole numbers")
             total += count
         return start_all_reduce(total, self.topology.dp, tag="items")
+
+    def _factor(self, items: Tensor) -> Tensor:
+        """One over the count of items, times the loss scale."""
+        inverse = _inverse(items)
+        return inverse if self.scaler is None else inverse * self.scaler.scale
 
     def _run(self, batch: Batch, training: bool) -> None:
         parts, count = self.parts, len(batch.targets)
@@ -271,18 +297,27 @@ class Engine:
             [scalars[:count].sum().view(1), scalars[count:], items.view(1)]
         ).tolist()
         self.watch.enters("the update")
-        norm, loss = math.sqrt(square) if square >= 0 else math.nan, sum(losses)
+        scale, loss = self.loss_scale, sum(losses)
+        norm = math.sqrt(square) / scale if square >= 0 else math.nan
         bad = not (math.isfinite(norm) and math.isfinite(loss))
         lr = parts.optimizer.lr
         if not bad and num_items:
-            clip(flats, clip_coefficient(norm, self.max_grad_norm))
+            clip(flats, clip_coefficient(norm, self.max_grad_norm) / scale)
             parts.optimizer.step()
             parts.shards.publish()
         parts.shards.zero_gradients()
         self.step += 1
-        self._count_bad(bad, loss, norm)
+        counts = not self._scale_is_at_fault(bad, loss)
+        if self.scaler is not None and (bad or num_items):
+            self.scaler.update(overflow=bad)
+        if counts:
+            self._count_bad(bad, loss, norm)
         mean = loss / num_items if num_items else 0.0
         return StepResult(mean, norm, lr, bad or not num_items, int(num_items))
+
+    def _scale_is_at_fault(self, bad: bool, loss: float) -> bool:
+        """Whether a lower scale may help. It does nothing for a loss that is not finite itself."""
+        return bad and math.isfinite(loss) and self.scaler is not None and self.scaler.can_fall
 
     def _count_bad(self, bad: bool, loss: float, norm: float) -> None:
         self.bad_steps = self.bad_steps + 1 if bad else 0
@@ -322,11 +357,13 @@ def _check_zero(
         )
 
 
-def _check(precision: str, recompute: str, max_grad_norm: float | None) -> None:
-    if precision not in ("fp32", "bf16", "fp64"):
-        known = precision == "fp16"
-        problem = "is not built yet: use bf16" if known else "is not one of fp32, bf16, fp64"
-        raise ValueError(f"precision = {precision!r} {problem}")
+def _check(
+    reduce_dtype: str | None, precision: str, recompute: str, max_grad_norm: float | None
+) -> None:
+    if reduce_dtype not in (None, "fp32", "bf16", "fp16"):
+        raise ValueError(f"reduce_dtype = {reduce_dtype!r} is not one of None, fp32, bf16, fp16")
+    if precision not in DTYPES:
+        raise ValueError(f"precision = {precision!r} is not one of {', '.join(DTYPES)}")
     if recompute not in ("none", "full"):
         raise ValueError(f"recompute = {recompute!r} is not one of none, full")
     if max_grad_norm is not None and not max_grad_norm > 0:

@@ -37,10 +37,15 @@ class Measured(NamedTuple):
     comm: float
 
 
-def measure(units: list[Unit], topology: Topology, options: Options) -> Measured:
-    """Times in seconds. Collective over the world; ranks' times are averaged."""
+def measure(
+    units: list[Unit], topology: Topology, options: Options, split: bool = True
+) -> Measured:
+    """Times in seconds; with ``split`` those of a backward that is split.
+
+    Collective over the world; ranks' times are averaged.
+    """
     with seconds(topology.device) as read:
-        mine = _costs(units, topology, options, read)
+        mine = _costs(units, topology, options, read, split, options.compile)
     found = all_gather_objects(mine, topology.world)
     costs = [_joined(ranks) for ranks in zip(*found, strict=True)]
     size = max(cost.output for cost in costs)
@@ -50,7 +55,7 @@ def measure(units: list[Unit], topology: Topology, options: Options) -> Measured
 def count_flops(units: list[Unit], topology: Topology, options: Options) -> Measured:
     """FLOPs of one rank in the place of times; a message costs none. Collective over tp."""
     with flops() as read:
-        return Measured(_costs(units, topology, options, read), 0.0)
+        return Measured(_costs(units, topology, options, read, split=True, compiled=False), 0.0)
 
 
 def _joined(ranks: tuple[UnitCosts, ...]) -> UnitCosts:
@@ -59,7 +64,14 @@ def _joined(ranks: tuple[UnitCosts, ...]) -> UnitCosts:
     return UnitCosts(fmean(forward), fmean(input_grad), fmean(weight_grad), *map(max, sizes))
 
 
-def _costs(units: list[Unit], topology: Topology, options: Options, read: Read) -> list[UnitCosts]:
+def _costs(
+    units: list[Unit],
+    topology: Topology,
+    options: Options,
+    read: Read,
+    split: bool,
+    compiled: bool,
+) -> list[UnitCosts]:
     assert options.sample is not None
     x, target = (_placed(part, topology, options.precision) for part in options.sample)
     end = SumLoss(as_sum(options.loss_fn))
@@ -72,18 +84,20 @@ def _costs(units: list[Unit], topology: Topology, options: Options, read: Read) 
             last = end if unit is units[-1] else None
             key = _key(unit, x, last)
             if key not in known:
-                known[key] = _gauge(unit, x, topology, options, read, last)
+                # On a copy with values of its own, which goes when it is done.
+                module = _copy(unit, topology.device, DTYPES[options.precision])
+                known[key] = gauge(
+                    unit._replace(module=module),
+                    x,
+                    read,
+                    recompute=options.recompute == "full",
+                    end=last,
+                    split=split,
+                    compiled=compiled,
+                )
             costs.append(known[key].costs)
             x = known[key].output
     return costs
-
-
-def _gauge(
-    unit: Unit, x: Any, topology: Topology, options: Options, read: Read, end: Criterion | None
-) -> Gauged:
-    """On a copy with values of its own, which goes when it is done."""
-    copy = unit._replace(module=_copy(unit, topology.device, DTYPES[options.precision]))
-    return gauge(copy, x, read, recompute=options.recompute == "full", end=end)
 
 
 def _copy(unit: Unit, device: torch.device, dtype: torch.dtype) -> nn.Module:

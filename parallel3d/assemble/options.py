@@ -69,6 +69,7 @@ class Options:
     zero_reduce: str = "each"
     gather_budget: int | None = None
     shard_size: int | None = None
+    reduce_dtype: str | None = None
     precision: str = "fp32"
     recompute: str = "none"
     offload: Offload = Offload()

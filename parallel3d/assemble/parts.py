@@ -24,6 +24,7 @@ from ..topology import Topology
 from ..zero.shards import Shards
 from .flats import Sharding, flats_of, frozen_of, groups_of, kept_of
 from .model import (
+    DTYPES,
     Facts,
     check_batch_norm,
     check_state,
@@ -159,6 +160,7 @@ def _shards(
         budget=GATHER_BUDGET if options.gather_budget is None else options.gather_budget,
         ties=ties_of(shared, facts, flats, axes),
         fixed=fixed_of(local, shared, facts),
+        wire=DTYPES[options.reduce_dtype] if options.reduce_dtype else None,
     )
 
 

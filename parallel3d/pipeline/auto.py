@@ -1,16 +1,16 @@
 """``auto``: the fastest schedule on paper, of all with a name and of those made for the costs."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import cache, partial
 from math import inf
 from typing import NamedTuple
 
-from parallel3d.pipeline.actions import Op, Schedule
+from parallel3d.pipeline.actions import Schedule
 from parallel3d.pipeline.costs import Costs, UnitCosts, stage_costs
 from parallel3d.pipeline.cut import Cuts
 from parallel3d.pipeline.greedy import greedy, least_bytes
-from parallel3d.pipeline.partition import partition
+from parallel3d.pipeline.memory import most_saved
+from parallel3d.pipeline.partition import cuts_within, partition
 from parallel3d.pipeline.schedules import build, stage_rank
 from parallel3d.pipeline.simulate import Timeline, simulate_costs
 
@@ -136,8 +136,7 @@ class _Search(NamedTuple):
     def _named(self, name: str, v: int) -> Iterator[Choice]:
         make = partial(build, name, self.num_ranks, num_chunks=v)
         schedule = make(self.num_microbatches)
-        in_flight = [_most_saved(schedule, stage) for stage in range(v * self.num_ranks)]
-        for cuts in self._cuts(v, in_flight, schedule.rank_of_stage):
+        for cuts in self._cuts(v, most_saved(schedule.program), schedule.rank_of_stage):
             choice = self._choice(name, make, schedule, cuts)
             yield choice
             if self.fits(choice):
@@ -157,29 +156,9 @@ class _Search(NamedTuple):
 
     def _cuts(self, v: int, in_flight: list[int], homes: list[int]) -> Iterator[Cuts]:
         """The most even cut, then that within the limit, if there is one."""
-        yield partition(self.weights, len(homes), self.method)
-        with suppress(ValueError):
-            yield partition(
-                self.weights,
-                len(homes),
-                self.method,
-                memory=[unit.saved for unit in self.units],
-                in_flight=in_flight,
-                rank_of_stage=homes,
-                limit=self.limit,
-            )
+        saved = [unit.saved for unit in self.units]
+        return cuts_within(self.weights, homes, self.method, saved, [in_flight], self.limit)
 
     def _choice(self, name: str, make: Make, schedule: Schedule, cuts: Cuts) -> Choice:
         costs = stage_costs(self.units, cuts, self.comm)
         return Choice(name, make, cuts, costs, simulate_costs(schedule.program, costs))
-
-
-def _most_saved(schedule: Schedule, stage: int) -> int:
-    """The most microbatches of a stage between their forward and their input gradient."""
-    held = most = 0
-    for action in schedule.program[schedule.rank_of_stage[stage]]:
-        if action.stage == stage:
-            held += action.op is Op.FORWARD
-            most = max(most, held)
-            held -= action.op in (Op.BACKWARD, Op.INPUT_GRAD)
-    return most

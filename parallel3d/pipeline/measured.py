@@ -33,6 +33,7 @@ def simulated(trace: Trace, replica: int = 0) -> Timeline:
     means = mean_times(measured(trace, replica))
     stages = range(len(check(trace.program).home))
     times = {op: [means.get((stage, op), 0.0) for stage in stages] for op in CATEGORIES}
+    # On paper B takes as long as I and W together; where a stage has both kinds, the longer counts.
     halves = zip(times[Op.INPUT_GRAD], times[Op.WEIGHT_GRAD], strict=True)
     whole = [max(b, i + w) for b, (i, w) in zip(times[Op.BACKWARD], halves, strict=True)]
     first = [b - w for b, w in zip(whole, times[Op.WEIGHT_GRAD], strict=True)]

@@ -38,7 +38,7 @@ def read_program(path: str | Path, num_ranks: int | None = None, each: bool = Fa
             " pipeline rank on a line of it, or take a schedule by its name"
         )
     try:
-        return given_program(parse(Path(path).read_text(encoding="utf-8")), num_ranks, each)
+        return given_program(parse(Path(path).read_text(encoding="utf-8-sig")), num_ranks, each)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 

@@ -34,6 +34,7 @@ class Gradients:
         replicas: the ranks that hold the same shards, over which those are summed once a step.
         each: reduce in every microbatch, from stage 2 on.
         ties: of which this rank holds a use.
+        wire: what gradients are rounded to before they are summed; None for their own dtype.
     """
 
     def __init__(
@@ -42,8 +43,10 @@ class Gradients:
         replicas: Axis,
         each: bool = False,
         ties: Sequence[Tie] = (),
+        wire: torch.dtype | None = None,
     ) -> None:
-        self.flats, self.replicas, self.each, self.ties = flats, replicas, each, Ties(ties)
+        self.flats, self.replicas, self.each, self.wire = flats, replicas, each, wire
+        self.ties = Ties(ties)
         self._count = 1
         self._lent: dict[int, dict[int, list[Tensor]]] = {}
         self._place: dict[int, int] = {}
@@ -133,7 +136,7 @@ class Gradients:
         buffer, before = flat.grad, self._latest.get(flat)
         assert buffer is not None
         part = buffer[slice(*flat.owned)]
-        sent = start_reduce_scatter(buffer, part, flat.axis, tag=f"unit {unit}")
+        sent = start_reduce_scatter(buffer, part, flat.axis, wire=self.wire, tag=f"unit {unit}")
         if flat.stage >= 2:
             flat.take_back()
 
@@ -161,8 +164,9 @@ class Gradients:
         axis = self.replicas
         if axis.size > 1:
             mine = shard.chunk(axis.size)[axis.rank]
-            start_reduce_scatter(shard, mine, axis, tag=f"unit {unit} replicas").wait()
-            start_all_gather(mine, shard, axis, tag=f"unit {unit} replicas").wait()
+            tag = f"unit {unit} replicas"
+            start_reduce_scatter(shard, mine, axis, wire=self.wire, tag=tag).wait()
+            start_all_gather(mine, shard, axis, tag=tag).wait()
 
 
 def _zeros(flat: Flat) -> Tensor:

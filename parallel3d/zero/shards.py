@@ -40,6 +40,7 @@ class Shards:
         budget: bytes that may be gathered at once, at stage 3.
         ties: of which this rank holds a use.
         fixed: buffers by name that other pipeline ranks hold too, of each unit.
+        wire: what gradients are rounded to before they are summed; None for their own dtype.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Shards:
         budget: int = 2**28,
         ties: Sequence[Tie] = (),
         fixed: Mapping[int, Sequence[tuple[str, Tensor]]] | None = None,
+        wire: torch.dtype | None = None,
     ) -> None:
         self.flats, self.kept, self.frozen, self.fixed = (
             flats,
@@ -61,7 +63,7 @@ class Shards:
             fixed or {},
         )
         self.replicas = replicas or Axis.single("dp")
-        self.gradients = Gradients(flats, self.replicas, each, ties)
+        self.gradients = Gradients(flats, self.replicas, each, ties, wire)
         self.values = self._values(budget)
         self._note_versions()
 
