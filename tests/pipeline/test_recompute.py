@@ -39,7 +39,9 @@ def test_a_unit_is_announced_once_for_its_repeated_forward_and_its_backward() ->
     stage = stage_of([linear(), linear()], recompute=True, weights=told)
     output = stage.forward(0, hidden(), seed=0)
     stage.backward(0, gradients_for(output))
-    assert told.forwards == [0, 1] and told.backwards == [(1, 0), (0, 0)]
+    before = [event for event in told.events if event.startswith("before")]
+    units = [("forward", "0"), ("forward", "1"), ("backward", "1 of 0"), ("backward", "0 of 0")]
+    assert before == [f"before {what} {unit}" for what, unit in units]
 
 
 @pytest.mark.report("openai/guided-diffusion#167")

@@ -49,28 +49,26 @@ class OnFirst(nn.Module):
 
 
 class Told(AtHand):
-    """Calls ``after`` with the number of each unit whose backward is done, and keeps the others."""
+    """Writes down what it is told, and calls ``after`` with each unit whose backward is done."""
 
-    def __init__(self, after: Callable[[int], None] = lambda unit: None) -> None:
+    def __init__(
+        self, after: Callable[[int], None] = lambda unit: None, to: list[str] | None = None
+    ) -> None:
         self.after = after
-        self.forwards: list[int] = []
-        self.backwards: list[tuple[int, int]] = []
-        self.weight_grads: list[tuple[int, int]] = []
-        self.reduced: list[int] = []
+        self.events: list[str] = [] if to is None else to
 
     def before_forward(self, unit: int) -> None:
-        self.forwards.append(unit)
+        self.events.append(f"before forward {unit}")
 
     def before_backward(self, unit: int, microbatch: int) -> None:
-        self.backwards.append((unit, microbatch))
+        self.events.append(f"before backward {unit} of {microbatch}")
 
     def before_weight_grad(self, unit: int, microbatch: int) -> None:
-        self.weight_grads.append((unit, microbatch))
+        self.events.append(f"before weights {unit} of {microbatch}")
 
     def after_backward(self, unit: int, microbatch: int, reduce: bool) -> None:
+        self.events.append(f"{'reduce' if reduce else 'done'} {unit} of {microbatch}")
         self.after(unit)
-        if reduce:
-            self.reduced.append(unit)
 
 
 def linear() -> nn.Linear:
