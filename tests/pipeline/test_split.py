@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from parallel3d import Axis, ColumnParallelLinear, RowParallelLinear
 from parallel3d.pipeline.stage import Stage, Unit
+from tests.pipeline.units import Told
 
 
 class Twice(nn.Module):
