@@ -288,4 +288,8 @@ def test_the_table_tells_defaults_of_deepspeed_from_what_the_command_line_says(
     found, _ = mapped({"optimizer": {"type": "AdamW"}}, tmp_path, optim__eps=0.5)
     absent = {field: rest for field, shown, *rest in found.rows if shown == "-"}
     assert absent["optimizer.params.lr"] == ["optim.lr", "0.001", "DeepSpeed's default"]
+    curve, _ = mapped({"scheduler": {"type": "WarmupDecayLR"}}, tmp_path)
+    notes = {field: rest for field, shown, *rest in curve.rows if shown == "-"}
+    assert notes["scheduler.params.warmup_max_lr"][2].startswith("optim.lr is the top")
+    assert notes["scheduler.params.warmup_type"][2].startswith("linear")
     assert absent["optimizer.params.eps"] == ["optim.eps", "0.5", "said elsewhere"]
