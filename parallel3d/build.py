@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .assemble.plan import reason_to_look
 from .config import Config, call, locate, optimizer_class, optimizer_keys, takes
 from .engine import Engine
 from .log.cost import device, flops_per_token, matmul_parameters
@@ -100,8 +101,7 @@ def build_engine(config: Config, topology: Topology, model: nn.Module, data: Any
 def sample_of(config: Config, topology: Topology, data: Any) -> Any:
     """One microbatch, where the schedule or the cut depends on what the units cost; else None."""
     about = config.pipeline
-    looks = about.schedule == "auto" or about.partition in ("flops", "measure")
-    if not looks and about.memory_limit is None:
+    if reason_to_look(about.schedule, about.partition, about.memory_limit) is None:
         return None
     local = config.data.global_batch_size // topology.dp.size
     return data.train(0, list(range(local // (about.num_microbatches or 1))))

@@ -15,8 +15,8 @@ from .log.console import report
 from .log.jsonl import replace
 from .memory import Memory, predicted
 from .pipeline.costs import Costs
-from .pipeline.draw import Panel, idle_shares
-from .pipeline.simulate import Timeline, simulate
+from .pipeline.draw import Panel
+from .pipeline.simulate import Timeline, simulate_costs
 from .pipeline.svg import page
 
 MANY = 8
@@ -43,25 +43,23 @@ def forecast(parts: Parts) -> tuple[Timeline, str]:
     costs, programs = parts.costs, parts.programs
     if costs is None:
         return programs.timeline(), ""
-    unit, scale = UNITS[parts.cost_unit]
-    forward, input_grad, weight_grad = _times(costs, scale)
-    timeline = simulate(
-        programs.whole(programs.num_microbatches),
-        f=forward,
-        i=input_grad,
-        w=weight_grad,
+    shown, unit = _shown(costs, parts.cost_unit)
+    return simulate_costs(programs.whole(programs.num_microbatches), shown), unit
+
+
+def _shown(costs: Costs, cost_unit: str) -> tuple[Costs, str]:
+    """Costs with times in the unit that a picture shows, and that unit."""
+    unit, scale = UNITS[cost_unit]
+
+    def scaled(times: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(scale * time for time in times)
+
+    return costs._replace(
+        forward=scaled(costs.forward),
+        input_grad=scaled(costs.input_grad),
+        weight_grad=scaled(costs.weight_grad),
         comm=scale * costs.comm,
-        saved=costs.saved,
-        deferred=costs.deferred,
-        output=costs.output,
-    )
-    return timeline, unit
-
-
-def _times(costs: Costs, scale: float) -> list[list[float]]:
-    """Of each stage, by kind."""
-    kinds = (costs.forward, costs.input_grad, costs.weight_grad)
-    return [[scale * time for time in kind] for kind in kinds]
+    ), unit
 
 
 class Place(NamedTuple):
@@ -155,14 +153,14 @@ def _stage(engine: Engine, stage: int) -> str:
     costs = engine.parts.costs
     if costs is None:
         return said
-    unit, scale = UNITS[engine.parts.cost_unit]
-    each = [sum(times) for times in zip(*_times(costs, scale), strict=True)]
+    shown, unit = _shown(costs, engine.parts.cost_unit)
+    each = [sum(times) for times in zip(*shown[:3], strict=True)]
     return f"{said}, {each[stage]:.3g} {unit} a microbatch ({each[stage] / sum(each):.0%})"
 
 
 def _bubble(timeline: Timeline) -> float:
     """The share of a step that a rank idles, on average."""
-    return fmean(idle_shares(timeline))
+    return fmean(timeline.idle_shares)
 
 
 def _basis(parts: Parts) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from .log.recorder import Recorder
 from .log.sinks import Log, WandbSettings
 from .log.trace import write_trace
 from .memory import Memory, memory
-from .pipeline.trace import Lane, Trace
+from .pipeline.trace import Trace
 from .report import places, report_start, write_run_files
 from .resume import Resumed, resume
 from .topology import Topology
@@ -132,12 +131,12 @@ def record_of(
     return record, {f"stage/{k}/memory": stage.memory for k, stage in enumerate(held)}
 
 
-def about(config: Config, engine: Engine) -> Callable[[list[Lane]], Trace]:
-    """The trace of the step that the engine has done, once it has what the ranks did."""
+def about(config: Config, engine: Engine) -> Trace:
+    """The trace of the step that the engine has done, without what the ranks did."""
     programs, parts = engine.parts.programs, engine.parts
     costs = parts.costs if parts.cost_unit == "seconds" else None
     program = programs.whole(programs.num_microbatches)
-    return partial(Trace, config.name or "", engine.step, config.pipeline.schedule, program, costs)
+    return Trace(config.name or "", engine.step, config.pipeline.schedule, program, costs, [])
 
 
 def evaluate(config: Config, topology: Topology, data: Any, engine: Engine) -> float | None:

@@ -121,7 +121,7 @@ class SwiGLU(nn.Module):
         self.down = layers.row(ffn_width, width, bias=False, std=sizes.residual_std)
         self.dropout = layers.dropout(sizes.dropout)
 
-    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """[b, s, width] -> [b, s, width] through the hidden features that are here."""
         gate, up = rearrange(self.gate_up(x), "b s (two f) -> two b s f", two=2)
         return self.dropout(self.down(silu(gate) * up))

@@ -19,7 +19,8 @@ from ..comm.collectives import all_gather_objects
 from ..comm.p2p import Channel, Edge, open_channels
 from ..pipeline.costs import UnitCosts
 from ..pipeline.criterion import SumLoss, as_sum
-from ..pipeline.gauge import REPEATS, End, Gauged, Read, flops, gauge, seconds
+from ..pipeline.gauge import REPEATS, Gauged, Read, flops, gauge, seconds
+from ..pipeline.runtime import Criterion
 from ..pipeline.stage import Unit
 from ..rng import materialise
 from ..topology import Topology
@@ -78,7 +79,7 @@ def _costs(units: list[Unit], topology: Topology, options: Options, read: Read) 
 
 
 def _gauge(
-    unit: Unit, x: Any, topology: Topology, options: Options, read: Read, end: End | None
+    unit: Unit, x: Any, topology: Topology, options: Options, read: Read, end: Criterion | None
 ) -> Gauged:
     """On a copy with values of its own, which goes when it is done."""
     copy = unit._replace(module=_copy(unit, topology.device, DTYPES[options.precision]))
@@ -125,7 +126,7 @@ def _placed(tree: Any, topology: Topology, precision: str) -> Any:
     return tree_map_only(Tensor, place, tree)
 
 
-def _key(unit: Unit, x: Any, end: End | None) -> str:
+def _key(unit: Unit, x: Any, end: Criterion | None) -> str:
     """What is the same for units that cost the same: structure, sizes, input, and the loss."""
     leaves, spec = tree_flatten(x)
     sizes = [(name, tuple(p.shape), p.requires_grad) for name, p in unit.module.named_parameters()]

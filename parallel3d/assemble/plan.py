@@ -69,7 +69,8 @@ def make_plan(
         limit=limit,
     )
     costs = stage_costs(found.units, cuts, found.comm)
-    _check_memory(programs, costs, limit)
+    if limit is not None:
+        _check_memory(programs, costs, limit)
     return Plan(programs, cuts, costs, "seconds" if known.timed else "FLOPs")
 
 
@@ -100,25 +101,29 @@ def _source(options: Options, num_ranks: int) -> Source:
 
 def _look(units: list[Unit], topology: Topology, options: Options) -> Known:
     """Measure and count what the options need to know."""
-    reasons = {
-        "schedule = 'auto'": options.schedule == "auto",
-        f"partition = {options.partition!r}": options.partition in ("measure", "flops"),
-        f"memory_limit = {options.memory_limit}": options.memory_limit is not None,
-    }
-    if not any(reasons.values()):
+    reason = reason_to_look(options.schedule, options.partition, options.memory_limit)
+    if reason is None:
         return Known(None, None)
     if options.sample is None:
-        reason = next(text for text, holds in reasons.items() if holds)
         raise ValueError(
             f"{reason} looks at what the units do, for which it needs one microbatch: pass "
             f"sample=(x, target)"
         )
-    counts = options.partition == "flops"
-    times = options.partition == "measure" or options.memory_limit or options.schedule == "auto"
+    is_counted = options.partition == "flops"
+    is_timed = not is_counted or options.schedule == "auto" or options.memory_limit is not None
     return Known(
-        measure(units, topology, options) if times else None,
-        count_flops(units, topology, options) if counts else None,
+        measure(units, topology, options) if is_timed else None,
+        count_flops(units, topology, options) if is_counted else None,
     )
+
+
+def reason_to_look(schedule: object, partition: object, memory_limit: float | None) -> str | None:
+    """The argument, if any, for which units are measured or counted: it needs a sample."""
+    if schedule == "auto":
+        return f"schedule = {schedule!r}"
+    if partition in ("measure", "flops"):
+        return f"partition = {partition!r}"
+    return None if memory_limit is None else f"memory_limit = {memory_limit}"
 
 
 def _weights(
@@ -135,9 +140,9 @@ def _weights(
     return costs
 
 
-def _check_memory(programs: Programs, costs: Costs, limit: float | None) -> None:
+def _check_memory(programs: Programs, costs: Costs, limit: float) -> None:
     peak = max(simulate_costs(programs.whole(programs.num_microbatches), costs).peak_bytes)
-    if limit is not None and peak > limit:
+    if peak > limit:
         raise ValueError(
             f"pipeline.memory_limit = {limit:g}, but the activations of one rank take {peak:g} "
             f"bytes: raise it, or take recompute.mode=full, pipeline.schedule=auto or more "

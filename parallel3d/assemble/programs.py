@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 
 from ..pipeline.actions import Action, Op, Program, Schedule, show
 from ..pipeline.auto import Choice
@@ -42,13 +42,12 @@ def named(name: str, num_ranks: int, num_microbatches: int, num_chunks: int | No
 
 
 def chosen(choice: Choice, num_microbatches: int) -> Source:
-    """What ``auto`` took; made once for each number of microbatches, as it takes a search."""
-    make = cache(choice.make)
+    """What ``auto`` took."""
 
     def evaluate(count: int) -> Schedule:
-        return forwards_over(make(num_microbatches), count)
+        return forwards_over(choice.make(num_microbatches), count)
 
-    return Source(choice.name, num_microbatches, make, evaluate)
+    return Source(choice.name, num_microbatches, choice.make, evaluate)
 
 
 def given(

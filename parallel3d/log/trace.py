@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from ..comm.collectives import gather_objects
@@ -12,15 +11,13 @@ from .jsonl import replace
 from .recorder import Recording
 
 
-def write_trace(
-    path: Path, topology: Topology, recording: Recording, make: Callable[[list[Lane]], Trace]
-) -> None:
+def write_trace(path: Path, topology: Topology, recording: Recording, about: Trace) -> None:
     """Gather what every rank did in a step; rank 0 writes it, all at once. Collective.
 
-    ``make`` adds what is known of the run.
+    ``about`` is the trace without its lanes.
     """
     replica = topology.dp.rank * topology.tp.size + topology.tp.rank
     mine = Lane(topology.describe(), topology.pp.rank, replica, *recording)
     lanes = gather_objects(mine, topology.world)
     if topology.rank == 0:
-        replace(path, to_json(make(lanes)).encode())
+        replace(path, to_json(about._replace(lanes=lanes)).encode())

@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from math import inf
 from typing import NamedTuple
 
-from parallel3d.pipeline.actions import Op, Schedule
+from parallel3d.pipeline.actions import Schedule
 from parallel3d.pipeline.costs import Costs, UnitCosts, stage_costs
 from parallel3d.pipeline.cut import Cuts
 from parallel3d.pipeline.greedy import greedy, least_bytes
+from parallel3d.pipeline.memory import most_saved
 from parallel3d.pipeline.partition import partition
 from parallel3d.pipeline.schedules import build, stage_rank
 from parallel3d.pipeline.simulate import Timeline, simulate_costs
@@ -136,8 +137,7 @@ class _Search(NamedTuple):
     def _named(self, name: str, v: int) -> Iterator[Choice]:
         make = partial(build, name, self.num_ranks, num_chunks=v)
         schedule = make(self.num_microbatches)
-        in_flight = [_most_saved(schedule, stage) for stage in range(v * self.num_ranks)]
-        for cuts in self._cuts(v, in_flight, schedule.rank_of_stage):
+        for cuts in self._cuts(v, most_saved(schedule.program), schedule.rank_of_stage):
             choice = self._choice(name, make, schedule, cuts)
             yield choice
             if self.fits(choice):
@@ -149,7 +149,8 @@ class _Search(NamedTuple):
             costs = stage_costs(self.units, cuts, self.comm)
             least = least_bytes(costs, homes, split)
             if self.limit is None or least <= self.limit:
-                make = partial(_make, costs, homes, self.limit, split)
+                # Made by a search, so that it is made once for each number of microbatches.
+                make = cache(partial(greedy, costs, homes, memory_limit=self.limit, split=split))
                 yield self._choice(name, make, make(self.num_microbatches), cuts)
                 return
             yield least
@@ -171,20 +172,3 @@ class _Search(NamedTuple):
     def _choice(self, name: str, make: Make, schedule: Schedule, cuts: Cuts) -> Choice:
         costs = stage_costs(self.units, cuts, self.comm)
         return Choice(name, make, cuts, costs, simulate_costs(schedule.program, costs))
-
-
-def _make(
-    costs: Costs, homes: list[int], limit: float | None, split: bool, num_microbatches: int
-) -> Schedule:
-    return greedy(costs, homes, num_microbatches, limit, split)
-
-
-def _most_saved(schedule: Schedule, stage: int) -> int:
-    """The most microbatches of a stage between their forward and their input gradient."""
-    held = most = 0
-    for action in schedule.program[schedule.rank_of_stage[stage]]:
-        if action.stage == stage:
-            held += action.op is Op.FORWARD
-            most = max(most, held)
-            held -= action.op in (Op.BACKWARD, Op.INPUT_GRAD)
-    return most

@@ -72,11 +72,6 @@ def has_chunks(timeline: Timeline) -> bool:
     return len(stages) > len(timeline.spans)
 
 
-def idle_shares(timeline: Timeline) -> list[float]:
-    """The share of the makespan in which each rank computes nothing."""
-    return [idle / timeline.makespan if timeline.makespan else 0.0 for idle in timeline.idle]
-
-
 def _rows(timeline: Timeline, scale: float, chunked: bool) -> list[str]:
     rows = []
     for spans in timeline.spans:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,20 +17,11 @@ from torch.utils.flop_counter import (
 )
 
 from .costs import UnitCosts
+from .runtime import Criterion
 from .stage import Stage, Unit
 
 REPEATS = 5
 Read = Callable[[], float]
-
-
-class End(Protocol):
-    """The loss behind the last unit (see ``criterion.SumLoss``)."""
-
-    def forward(self, microbatch: int, output: Any) -> None:
-        """Compute the loss of the model's output."""
-
-    def backward(self, microbatch: int) -> list[Tensor]:
-        """Gradients of the output's leaves that need one."""
 
 
 class Gauged(NamedTuple):
@@ -65,7 +56,7 @@ def flops() -> Iterator[Read]:
         yield counter.get_total_flops
 
 
-def gauge(unit: Unit, x: Any, read: Read, *, recompute: bool, end: End | None) -> Gauged:
+def gauge(unit: Unit, x: Any, read: Read, *, recompute: bool, end: Criterion | None) -> Gauged:
     """Run a unit forward and backward, once to warm up, and take the least of five runs.
 
     The least, because whatever else a machine does only adds to a time.
@@ -81,7 +72,7 @@ def gauge(unit: Unit, x: Any, read: Read, *, recompute: bool, end: End | None) -
     return Gauged(UnitCosts(forward, input_grad, weight_grad, saved, deferred, handed), output)
 
 
-def _run(stage: Stage, x: Any, read: Read, end: End | None) -> tuple[float, float, float]:
+def _run(stage: Stage, x: Any, read: Read, end: Criterion | None) -> tuple[float, float, float]:
     """The costs of forward, input gradient and weight gradient, with those of the loss."""
     x = tree_map_only(Tensor, _fresh, x)
     start = read()
@@ -102,7 +93,7 @@ def _fresh(leaf: Tensor) -> Tensor:
     return leaf.detach().requires_grad_(leaf.requires_grad)
 
 
-def _bytes(stage: Stage, unit: Unit, x: Any, end: End | None) -> tuple[Any, int, int]:
+def _bytes(stage: Stage, unit: Unit, x: Any, end: Criterion | None) -> tuple[Any, int, int]:
     """The output; bytes kept to the input gradient; bytes kept from there for the weights.
 
     An output that its own unit saves counts here, and with the next unit as that one's input.

@@ -5,7 +5,6 @@ from statistics import fmean
 
 from parallel3d.pipeline.actions import Op
 from parallel3d.pipeline.check import check
-from parallel3d.pipeline.draw import idle_shares
 from parallel3d.pipeline.simulate import Span, Timeline, simulate
 from parallel3d.pipeline.trace import CATEGORIES, Lane, Trace
 
@@ -34,6 +33,7 @@ def simulated(trace: Trace, replica: int = 0) -> Timeline:
     means = mean_times(measured(trace, replica))
     stages = range(len(check(trace.program).home))
     times = {op: [means.get((stage, op), 0.0) for stage in stages] for op in CATEGORIES}
+    # On paper B takes as long as I and W together; where a stage has both kinds, the longer counts.
     halves = zip(times[Op.INPUT_GRAD], times[Op.WEIGHT_GRAD], strict=True)
     whole = [max(b, i + w) for b, (i, w) in zip(times[Op.BACKWARD], halves, strict=True)]
     first = [b - w for b, w in zip(whole, times[Op.WEIGHT_GRAD], strict=True)]
@@ -68,7 +68,7 @@ def title(trace: Trace) -> str:
 
 def summary(timeline: Timeline) -> str:
     """Makespan, and the bubble: the share of it that a rank idles on average."""
-    return f"makespan {timeline.makespan:.4g} ms · bubble {fmean(idle_shares(timeline)):.0%}"
+    return f"makespan {timeline.makespan:.4g} ms · bubble {fmean(timeline.idle_shares):.0%}"
 
 
 def table(measured: Timeline, simulated: Timeline) -> str:
@@ -76,7 +76,7 @@ def table(measured: Timeline, simulated: Timeline) -> str:
     means = mean_times(measured)
     ops = [op for op in CATEGORIES if any(key[1] is op for key in means)]
     rank_of = {span.action.stage: rank for rank, row in enumerate(measured.spans) for span in row}
-    seen, paper = idle_shares(measured), idle_shares(simulated)
+    seen, paper = measured.idle_shares, simulated.idle_shares
     rows = [["stage", "rank", *(f"{op} ms" for op in ops), "bubble", "simulated"]]
     for stage, rank in sorted(rank_of.items()):
         times = (f"{means.get((stage, op), 0.0):.3f}" for op in ops)

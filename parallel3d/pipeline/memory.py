@@ -25,20 +25,35 @@ class Bytes(NamedTuple):
 def peak_count(actions: list[Action]) -> int:
     """The most (stage, microbatch) activations kept at once; a rank without backward keeps none."""
     frees = {Op.BACKWARD, Op.WEIGHT_GRAD} if _trains(actions) else {Op.FORWARD}
-    held = peak = 0
-    for action in actions:
-        held += action.op is Op.FORWARD
-        peak = max(peak, held)
-        held -= action.op in frees
-    return peak
+    return _most_held(actions, frees)
 
 
 def in_flight(program: Program) -> list[int]:
     """The most microbatches whose activations each stage keeps at once, stage after stage."""
+    return [peak_count(actions) for actions in _by_stage(program)]
+
+
+def most_saved(program: Program) -> list[int]:
+    """The most that each stage has at once between their forward and their input gradient."""
+    frees = {Op.BACKWARD, Op.INPUT_GRAD}
+    return [_most_held(actions, frees) for actions in _by_stage(program)]
+
+
+def _by_stage(program: Program) -> list[list[Action]]:
     own: dict[int, list[Action]] = {}
     for action in (action for actions in program for action in actions):
         own.setdefault(action.stage, []).append(action)
-    return [peak_count(own[stage]) for stage in sorted(own)]
+    return [own[stage] for stage in sorted(own)]
+
+
+def _most_held(actions: list[Action], frees: set[Op]) -> int:
+    """The most that are kept from their forward until an op that frees them has ended."""
+    held = most = 0
+    for action in actions:
+        held += action.op is Op.FORWARD
+        most = max(most, held)
+        held -= action.op in frees
+    return most
 
 
 def peak_bytes(

@@ -178,13 +178,6 @@ def build(
     return Schedule(program, homes, v)
 
 
-def forward_only(
-    name: str, num_ranks: int, num_microbatches: int, num_chunks: int | None = None
-) -> Schedule:
-    """Make the evaluation schedule over the same stages: ``forwards_of`` what ``build`` makes."""
-    return forwards_of(build(name, num_ranks, num_microbatches, num_chunks))
-
-
 def forwards_of(schedule: Schedule) -> Schedule:
     """Make an evaluation schedule of a training schedule: its forwards in its order.
 

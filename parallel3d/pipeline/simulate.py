@@ -37,6 +37,11 @@ class Timeline(NamedTuple):
         return [self.makespan - time for time in busy]
 
     @property
+    def idle_shares(self) -> list[float]:
+        """The share of the makespan in which each rank computes nothing."""
+        return [idle / self.makespan if self.makespan else 0.0 for idle in self.idle]
+
+    @property
     def bubble(self) -> float:
         """The idle time of the rank that waits most; with equal costs all wait alike."""
         return max(self.idle, default=0.0)

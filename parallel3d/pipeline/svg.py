@@ -6,7 +6,7 @@ from html import escape
 from itertools import chain
 
 from parallel3d.pipeline.actions import Op
-from parallel3d.pipeline.draw import Panel, idle_shares, summary, typical
+from parallel3d.pipeline.draw import Panel, typical
 from parallel3d.pipeline.simulate import Span, Timeline
 from parallel3d.pipeline.trace import CATEGORIES
 
@@ -31,19 +31,12 @@ _BOXES = "text.dark { fill: #ffffff } text.light { fill: #1f2328 } .small { font
 _PAGES = {"light": "#ffffff", "dark": "#0d1117"}
 
 
-def svg(timeline: Timeline, title: str) -> str:
-    """Draw one row a rank as an SVG document, a microbatch's number in each box.
-
-    Its colours say the op, lighter ones a later chunk; it reads on light and dark pages.
-    """
-    return page([Panel(summary(timeline).replace("  ", " · "), timeline)], title)
-
-
 def page(panels: Sequence[Panel], title: str, unit: str = "", theme: str = "auto") -> str:
     """Draw timelines under each other at one scale; at the right, the share that each rank idles.
 
-    ``unit`` is that of the time; ``theme`` is ``auto``, which follows the reader's, or ``light`` or
-    ``dark``, which paint the page too.
+    A rank is a row, with a microbatch's number in each box. Colours say the op, lighter ones a
+    later chunk. ``unit`` is that of the time; ``theme`` is ``auto``, which follows the reader's, or
+    ``light`` or ``dark``, which paint the page too.
     """
     longest = max(panel.timeline.makespan for panel in panels)
     scale = max(24 / typical([panel.timeline for panel in panels]), 640 / max(longest, 1e-9))
@@ -86,7 +79,7 @@ def _panel(panel: Panel, scale: float, longest: float, unit: str, y: float) -> I
     top = y + 16
     bottom = top + len(timeline.spans) * (ROW + GAP)
     yield from _axis(timeline, scale, unit, top, bottom)
-    idle = idle_shares(timeline)
+    idle = timeline.idle_shares
     for rank, spans in enumerate(timeline.spans):
         at = top + rank * (ROW + GAP)
         yield (

@@ -31,9 +31,11 @@ proves as few of them as bring every two choices together. With zero, schedule, 
 recompute and no suite, every combination of what is given is proved, else zero=1 schedule=1f1b
 recompute=none. part=1/4 is the first of four parts of the work.
 
-layouts are pp x dp x tp. model is any of {", ".join(PRESETS)}, or MODULE:NAME of a
-parallel3d.verify.Subject of your own. Microbatches are uneven: of the steps of a model of ours the
-second takes ready ones of unequal sizes and lengths, the others cut a batch that no layout divides.
+layouts are pp x dp x tp. model is any of
+{", ".join(PRESETS)},
+or MODULE:NAME of a parallel3d.verify.Subject of your own. Microbatches are uneven: of the steps of
+a model of ours every second takes ready ones of unequal sizes and lengths, the others cut a batch
+that no layout divides.
 
 The columns are errors relative to the largest element of a tensor: loss and norm of every step,
 gradient of every parameter, weights after all steps under SGD with momentum and under AdamW
@@ -42,6 +44,7 @@ tp: pp, schedule, chunks, recompute and ZeRO 0 or 1 promise to change none.
 
 Exit code: 0 all promises are kept, 1 one is not, 2 the arguments are wrong.
 """
+UNEVEN = "on microbatches of unequal sizes, in the second step of unequal lengths too"
 SINGLE = {"zero": [1], "schedule": ["1f1b"], "recompute": ["none"]}
 
 
@@ -78,6 +81,8 @@ def read(arguments: Sequence[str]) -> Request:
     suite = values.get("suite", "" if narrowed else "quick")
     choices = Choices(**(given if suite else {**SINGLE, **given}))
     work, covers = SUITES[suite](choices), [describe(suite, choices)]
+    if set(choices.model) <= PRESETS.keys():
+        covers.append(UNEVEN)
     setting = Setting(steps=values.get("steps", 3))
     widths = {case.grid.dp for cases in work.values() for case in cases}
     # Each dp rank gets as many ready microbatches; a batch has one sample too many to be even.

@@ -38,9 +38,8 @@ def members(grid: Grid, rank: int, group: str) -> Sequence[int]:
         return [int(each) for each in ranks.split(",")]
     if name not in AXES:
         return range(grid.size)
-    here = grid.coordinates(rank)[AXES.index(name)]
-    stride = {"pp": grid.dp * grid.tp, "dp": grid.tp, "tp": 1}[name]
-    return range(rank - here * stride, rank + (getattr(grid, name) - here) * stride, stride)
+    here = dict(zip(AXES, grid.coordinates(rank), strict=True))
+    return [grid.rank(**{**here, name: at}) for at in range(getattr(grid, name))]
 
 
 def _waits_for(account: Account, rank: int) -> list[int]:

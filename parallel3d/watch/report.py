@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from ..pipeline.actions import Op, parse_action
+from ..pipeline.trace import CATEGORIES
 from ..topology import Grid
 from .blame import Account, members, roots
 from .board import Alarm, Report
@@ -21,12 +22,6 @@ WHAT = {
     Op.INPUT_GRAD: "the gradients",
     Op.RECV_BACKWARD: "the gradients",
     Op.SEND_BACKWARD: "the gradients",
-}
-COMPUTES = {
-    Op.FORWARD: "forward",
-    Op.BACKWARD: "backward",
-    Op.INPUT_GRAD: "input gradients",
-    Op.WEIGHT_GRAD: "weight gradients",
 }
 
 
@@ -122,7 +117,7 @@ def _activity(account: Account, word: Word) -> str:
         return f"is in {word.phase} since {age}" + (f", which needs {whom}" if late else "")
     action = parse_action(word.action)
     if word.how == "computes":
-        what = f"the {COMPUTES[action.op]} of microbatch {action.microbatch}"
+        what = f"the {CATEGORIES[action.op]} of microbatch {action.microbatch}"
         return f"computes {action}, {what}, since {age}"
     if word.how == "flushes":
         return f"waits {age} after {action} until what it sent is taken" + (

@@ -18,7 +18,6 @@ from parallel3d.config import compose, settle
 from parallel3d.data import prepare
 from parallel3d.log.meters import Record
 from parallel3d.pipeline.actions import COMPUTE, parse
-from parallel3d.pipeline.draw import idle_shares
 from parallel3d.pipeline.measured import measured, simulated
 from parallel3d.pipeline.trace import CATEGORIES, Trace, from_json, to_json
 from parallel3d.topology import Grid, Topology
@@ -123,7 +122,7 @@ def test_every_line_has_the_bubble_of_every_stage_beside_the_keys_of_a_record(fo
 def test_the_bubble_in_the_line_is_that_of_the_timeline_and_the_mean_of_replicas(
     folder: Path, trace: Trace
 ) -> None:
-    shares = [idle_shares(measured(trace, replica)) for replica in range(2)]
+    shares = [measured(trace, replica).idle_shares for replica in range(2)]
     for stage in range(2):
         expected = fmean(share[stage] for share in shares)
         assert rows(folder)[-1][f"stage/{stage}/bubble"] == pytest.approx(expected, abs=1e-4)

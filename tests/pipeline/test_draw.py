@@ -65,8 +65,8 @@ def test_the_share_of_a_rank_that_idles() -> None:
     timeline = Timeline(
         [[Span(parse_action("0F0"), 0, 3)], [Span(parse_action("1F0"), 3, 4)]], [], []
     )
-    assert draw.idle_shares(timeline) == [0.25, 0.75]
-    assert draw.idle_shares(Timeline([[]], [], [])) == [0.0]
+    assert timeline.idle_shares == [0.25, 0.75]
+    assert Timeline([[]], [], []).idle_shares == [0.0]
 
 
 def _main(arguments: list[str]) -> None:

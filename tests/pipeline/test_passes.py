@@ -15,7 +15,7 @@ from parallel3d.pipeline.actions import (
     show_actions,
 )
 from parallel3d.pipeline.passes import add_communication, add_reduce, lower, split_backward
-from parallel3d.pipeline.schedules import NAMES, build, forward_only
+from parallel3d.pipeline.schedules import NAMES, build, forwards_of
 from parallel3d.pipeline.simulate import simulate
 
 
@@ -59,7 +59,7 @@ def test_the_receive_of_a_gradient_stands_behind_the_send_of_its_activation(name
 
 
 def test_receives_are_not_posted_sooner_than_needed_in_a_program_of_forwards() -> None:
-    program = add_communication(forward_only("1f1b", 2, 3), early=0)
+    program = add_communication(forwards_of(build("1f1b", 2, 3)), early=0)
     assert show_actions(program[1]) == "1RECV_F0 1F0 1RECV_F1 1F1 1RECV_F2 1F2"
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from parallel3d.pipeline.actions import COMPUTE, RECEIVES, SENDS, Action, Op, Program, Schedule
 from parallel3d.pipeline.memory import in_flight
 from parallel3d.pipeline.passes import lower
-from parallel3d.pipeline.schedules import NAMES, build, forward_only
+from parallel3d.pipeline.schedules import NAMES, build, forwards_of
 from parallel3d.pipeline.simulate import simulate
 
 CHUNKED = ("interleaved", "looped-bfs")
@@ -102,7 +102,7 @@ def test_every_lowered_schedule_ends_on_paper_and_by_trial(
     assert simulate(program).makespan == simulate(schedule.program).makespan
     assert Trial(program).ends()
     assert _receives_by_channel(program) == _sends_by_channel(program)
-    evaluation = lower(forward_only(name, p, m, schedule.num_chunks), early=early)
+    evaluation = lower(forwards_of(schedule), early=early)
     assert simulate(evaluation).peak <= 1
     assert Trial(evaluation).ends()
 

@@ -9,7 +9,7 @@ from parallel3d.pipeline.passes import lower
 from parallel3d.pipeline.schedules import (
     NAMES,
     build,
-    forward_only,
+    forwards_of,
     forwards_over,
     from_program,
     stage_rank,
@@ -123,7 +123,7 @@ def test_fewer_microbatches_than_stages_end(name: str, m: int) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("p", "m"), [(1, 1), (4, 1), (3, 7), (4, 16)])
 def test_evaluation_runs_the_forwards_alone_over_the_same_stages(name: str, p: int, m: int) -> None:
-    schedule, training = forward_only(name, p, m), build(name, p, 5)
+    schedule, training = forwards_of(build(name, p, m)), build(name, p, 5)
     assert schedule.rank_of_stage == training.rank_of_stage
     computes = [action for actions in schedule.program for action in actions]
     assert {action.op for action in computes} == {Op.FORWARD}
@@ -136,7 +136,7 @@ def test_evaluation_runs_the_forwards_alone_over_the_same_stages(name: str, p: i
 @pytest.mark.parametrize("name", ["zbv", "v-half", "v-min"])
 @pytest.mark.parametrize(("p", "m"), [(2, 5), (4, 16), (8, 24)])
 def test_evaluation_on_a_v_takes_no_longer_than_on_a_loop(name: str, p: int, m: int) -> None:
-    assert simulate(lower(forward_only(name, p, m))).makespan == m + p - 1
+    assert simulate(lower(forwards_of(build(name, p, m)))).makespan == m + p - 1
 
 
 def test_zb_h1_on_two_ranks_is_the_papers_order() -> None:

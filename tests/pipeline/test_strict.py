@@ -14,7 +14,7 @@ from parallel3d.pipeline.actions import Action, Op, parse
 from parallel3d.pipeline.dependencies import Dependencies
 from parallel3d.pipeline.passes import add_communication, lower
 from parallel3d.pipeline.runtime import Step
-from parallel3d.pipeline.schedules import NAMES, build, forward_only
+from parallel3d.pipeline.schedules import NAMES, build, forwards_of
 from parallel3d.pipeline.simulate import simulate
 from parallel3d.topology import Grid, Topology
 from tests.engine.trials import (
@@ -134,7 +134,9 @@ def test_programs_without_early_receives_end_though_each_receive_waits_for_its_d
         lower(build(name, pp, m), early=0) for pp in (1, 2, 3, 4) for m in (1, 2, 3, 4, 5, 7)
     ]
     programs += [
-        add_communication(forward_only(name, pp, m), early=0) for pp in (2, 4) for m in (1, 3, 4)
+        add_communication(forwards_of(build(name, pp, m)), early=0)
+        for pp in (2, 4)
+        for m in (1, 3, 4)
     ]
     needs = Dependencies.needs
 

@@ -14,11 +14,15 @@ from parallel3d.pipeline.actions import parse_action
 from parallel3d.pipeline.draw import Panel
 from parallel3d.pipeline.passes import lower
 from parallel3d.pipeline.schedules import NAMES, build
-from parallel3d.pipeline.simulate import Span, simulate
-from parallel3d.pipeline.svg import WIDEST, page, svg
+from parallel3d.pipeline.simulate import Span, Timeline, simulate
+from parallel3d.pipeline.svg import WIDEST, page
 
 ROOT = Path(__file__).parents[2]
 SVG = "{http://www.w3.org/2000/svg}"
+
+
+def svg(timeline: Timeline, title: str) -> str:
+    return page([Panel("", timeline)], title)
 
 
 def texts(root: ElementTree.Element) -> list[str]:
