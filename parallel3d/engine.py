@@ -66,9 +66,14 @@ class Engine:
         zero: 0 (everything whole) or 1 (optimizer state sharded over dp).
         zero_reduce, gather_budget, shard_size: of features to come.
         precision: ``fp32``, ``bf16`` (fp32 masters and gradients), ``fp64``.
-        recompute: ``none``, or ``full``: units keep their input only.
+        recompute: ``none``; ``full``, units keep their input only; ``selective``, besides the
+            results of matrix products, attention and collectives.
+        recompute_every: of the units, those whose number it divides are recomputed.
+        recompute_partition: of ``full``; an input that is whole on every tp rank is kept in parts
+            there, which are gathered for the backward.
         offload: what leaves the device, ``{"optimizer": "none", "parameters": "none",
-            "activations": "none", "path": None}`` or part of it; None for nothing.
+            "activations": "none", "path": None}`` or part of it; None for nothing. ``cpu`` is the
+            host's memory; of activations, what autograd saves in 1 MiB or more.
         tied: groups of parameter names, each of which is one parameter, as if the model had been
             built with one Parameter object: ``[("0.weight", "5.weight")]``. The first in model
             order gives its name, values and optimizer group.
@@ -110,6 +115,8 @@ class Engine:
         shard_size: int | None = None,
         precision: str = "fp32",
         recompute: str = "none",
+        recompute_every: int = 1,
+        recompute_partition: bool = False,
         offload: Offload | Mapping[str, Any] | None = None,
         tied: Sequence[Sequence[str]] | None = None,
         max_grad_norm: float | None = None,
@@ -120,7 +127,7 @@ class Engine:
         seed: int = 0,
     ) -> None:
         given = dict(locals())
-        _check(zero, zero_reduce, precision, recompute, max_grad_norm)
+        _check(zero, zero_reduce, precision, max_grad_norm)
         given["offload"] = offloaded = Offload.of(offload)
         _refuse(gather_budget=gather_budget, shard_size=shard_size)
         _refuse_offload(offloaded)
@@ -294,9 +301,7 @@ def _inverse(items: Tensor) -> Tensor:
     return torch.where(items > 0, 1.0 / items.clamp(min=1).double(), 0.0)
 
 
-def _check(
-    zero: int, zero_reduce: str, precision: str, recompute: str, max_grad_norm: float | None
-) -> None:
+def _check(zero: int, zero_reduce: str, precision: str, max_grad_norm: float | None) -> None:
     if zero not in (0, 1):
         known = zero in (2, 3)
         raise ValueError(
@@ -309,8 +314,6 @@ def _check(
         known = precision == "fp16"
         problem = "is not built yet: use bf16" if known else "is not one of fp32, bf16, fp64"
         raise ValueError(f"precision = {precision!r} {problem}")
-    if recompute not in ("none", "full"):
-        raise ValueError(f"recompute = {recompute!r} is not one of none, full")
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(
             f"max_grad_norm = {max_grad_norm} must be above 0, or None for no clipping"
@@ -324,7 +327,7 @@ def _refuse(**options: Any) -> None:
 
 
 def _refuse_offload(asked: Offload) -> None:
-    for name in ("optimizer", "parameters", "activations"):
+    for name in ("optimizer", "parameters"):
         if getattr(asked, name) != "none":
             raise ValueError(
                 f"offload.{name} = {getattr(asked, name)} is not built yet: leave it none"

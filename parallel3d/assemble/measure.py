@@ -24,6 +24,7 @@ from ..pipeline.runtime import Criterion
 from ..pipeline.stage import Unit
 from ..rng import materialise
 from ..topology import Topology
+from .keeping import activations_of
 from .model import DTYPES, twin
 from .options import Options
 
@@ -64,29 +65,24 @@ def _costs(units: list[Unit], topology: Topology, options: Options, read: Read) 
     x, target = (_placed(part, topology, options.precision) for part in options.sample)
     end = SumLoss(as_sum(options.loss_fn))
     end.begin([target], lambda: torch.ones((), device=topology.device))
+    activations = activations_of(options, topology)
     known: dict[str, Gauged] = {}
     costs = []
     devices = [topology.device] if topology.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         for unit in units:
             last = end if unit is units[-1] else None
-            key = _key(unit, x, last)
+            key = _key(unit, x, activations.repeats(unit), last)
             if key not in known:
-                known[key] = _gauge(unit, x, topology, options, read, last)
+                copy = _copy(unit, topology.device, DTYPES[options.precision])
+                known[key] = gauge(copy, x, read, activations=activations, end=last)
             costs.append(known[key].costs)
             x = known[key].output
     return costs
 
 
-def _gauge(
-    unit: Unit, x: Any, topology: Topology, options: Options, read: Read, end: Criterion | None
-) -> Gauged:
-    """On a copy with values of its own, which goes when it is done."""
-    copy = unit._replace(module=_copy(unit, topology.device, DTYPES[options.precision]))
-    return gauge(copy, x, read, recompute=options.recompute == "full", end=end)
-
-
-def _copy(unit: Unit, device: torch.device, dtype: torch.dtype) -> nn.Module:
+def _copy(unit: Unit, device: torch.device, dtype: torch.dtype) -> Unit:
+    """With values of its own, which go when it is done."""
     module = twin(unit.module)
     made: dict[int, nn.Parameter] = {}
     for part in module.modules():
@@ -104,7 +100,7 @@ def _copy(unit: Unit, device: torch.device, dtype: torch.dtype) -> nn.Module:
     for parameter in module.parameters():
         if parameter.is_floating_point():
             _fit(parameter, dtype)
-    return module
+    return unit._replace(module=module)
 
 
 def _fit(parameter: nn.Parameter, dtype: torch.dtype) -> None:
@@ -126,8 +122,8 @@ def _placed(tree: Any, topology: Topology, precision: str) -> Any:
     return tree_map_only(Tensor, place, tree)
 
 
-def _key(unit: Unit, x: Any, end: Criterion | None) -> str:
-    """What is the same for units that cost the same: structure, sizes, input, and the loss."""
+def _key(unit: Unit, x: Any, repeats: bool, end: Criterion | None) -> str:
+    """What is the same for units that cost the same: structure, sizes, input, recompute, loss."""
     leaves, spec = tree_flatten(x)
     sizes = [(name, tuple(p.shape), p.requires_grad) for name, p in unit.module.named_parameters()]
     options = [_plain(module) for module in unit.module.modules()]
@@ -135,7 +131,7 @@ def _key(unit: Unit, x: Any, end: Criterion | None) -> str:
         (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
         for leaf in leaves
     ]
-    return repr((repr(unit.module), sizes, options, spec, given, end is None))
+    return repr((repr(unit.module), sizes, options, spec, given, repeats, end is None))
 
 
 def _plain(module: nn.Module) -> list[tuple[str, Any]]:

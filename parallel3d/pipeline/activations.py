@@ -39,8 +39,11 @@ class Activations:
     def segment(self, unit: Unit, x: Any, seed: int) -> Segment:
         """One microbatch of a unit."""
         if not self.repeats(unit):
-            return Segment(unit, x, seed) if self.host is None else Offloaded(unit, x, seed, self.host)
+            if self.host is None:
+                return Segment(unit, x, seed)
+            return Offloaded(unit, x, seed, self.host)
         put: Put = Here if self.host is None else self.host.put
         if self.cut is not None:
             put = self.cut.of(unit, put)
-        return Repeated(unit, x, seed, Tape((self.tp,)) if self.mode == "selective" else None, put)
+        tape = Tape((self.tp,)) if self.mode == "selective" else None
+        return Repeated(unit, x, seed, tape, put)

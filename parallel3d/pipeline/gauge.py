@@ -16,6 +16,7 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
+from .activations import Activations
 from .costs import UnitCosts
 from .runtime import Criterion
 from .stage import Stage, Unit
@@ -56,14 +57,16 @@ def flops() -> Iterator[Read]:
         yield counter.get_total_flops
 
 
-def gauge(unit: Unit, x: Any, read: Read, *, recompute: bool, end: Criterion | None) -> Gauged:
+def gauge(
+    unit: Unit, x: Any, read: Read, *, activations: Activations, end: Criterion | None
+) -> Gauged:
     """Run a unit forward and backward, once to warm up, and take the least of five runs.
 
     The least, because whatever else a machine does only adds to a time.
     Its parameters must have gradients, which are written. Layers that can defer their weight
     gradients do; all else of a backward counts as input gradient. ``end`` follows the last unit.
     """
-    stage = Stage(0, [unit], recompute=recompute, split=True)
+    stage = Stage(0, [unit], activations=activations, split=True)
     stage.train(True)
     output, saved, deferred = _bytes(stage, unit, x, end)
     runs = [_run(stage, x, read, end) for _ in range(REPEATS + 1)][1:]
@@ -113,15 +116,16 @@ def _bytes(stage: Stage, unit: Unit, x: Any, end: Criterion | None) -> tuple[Any
         return tensor
 
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    with nullcontext() if stage.recompute else hooks:  # the graph of an outline is dropped
+    # The graph of a forward that will be repeated is dropped.
+    with nullcontext() if stage.activations.repeats(unit) else hooks:
         output = stage.forward(0, x, 0)
+    saved.add(*stage.kept(0))
     with hooks:
         if end is not None:
             end.forward(0, output)
     for handle in handles:
         handle.remove()
     stage.clear()
-    saved.add(*_tensors(x))
     return output, saved.bytes(own), deferred.bytes(own)
 
 

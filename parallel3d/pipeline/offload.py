@@ -147,7 +147,7 @@ class Bundle:
         if address not in self.parcels:
             self.parcels[address] = Parcel(self.host, tensor)
         parcel, stride = self.parcels[address], tensor.stride()
-        return View(parcel, tensor.dtype, tensor.shape, stride, tensor.storage_offset())
+        return View(parcel, tensor.dtype, tensor.shape, stride, int(tensor.storage_offset()))
 
     def send(self, handed_on: Iterable[int] = ()) -> None:
         """Let all go; ``handed_on`` are addresses of storages that others may write into."""

@@ -77,6 +77,10 @@ class Stage:
         trained = {p for unit in self.units for p in unit.module.parameters() if p.requires_grad}
         return sum(p.numel() for p in trained & late), sum(p.numel() for p in trained)
 
+    def kept(self, microbatch: int) -> list[Tensor]:
+        """What a microbatch's units keep on the device besides their graphs."""
+        return [tensor for segment in self._kept[microbatch] for tensor in segment.kept()]
+
     def clear(self) -> None:
         """Forget unfinished microbatches, after an error."""
         self._kept.clear()

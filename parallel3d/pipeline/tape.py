@@ -54,11 +54,9 @@ class Entry:
         """The next of ``tensors`` where one was lifted. Another one counts its versions anew."""
         if self.leaves is None:
             return
-        before, self.leaves = self.leaves, [
-            next(tensors) if isinstance(leaf, Lifted) else leaf for leaf in self.leaves
-        ]
-        ids = [Lifted(id(leaf)) for leaf in self.leaves if _is_tensor(leaf)]
-        if ids != [leaf for leaf in before if isinstance(leaf, Lifted)]:
+        lifted = [leaf.id for leaf in self.leaves if isinstance(leaf, Lifted)]
+        self.leaves = [next(tensors) if isinstance(leaf, Lifted) else leaf for leaf in self.leaves]
+        if lifted != [id(leaf) for leaf in self.leaves if _is_tensor(leaf)]:
             self.versions = _versions(self.leaves)
 
 
@@ -126,7 +124,8 @@ class Tape:
     def sends(self, tensors: Sequence[Tensor]) -> None:
         """Forget what others write into: all but the collective that was noted last."""
         written = {_address(tensor) for tensor in tensors}
-        if self.entries and self.entries[-1].func is Tape.knows and self.entries[-1].lies_in(written):
+        last = self.entries[-1] if self.entries else None
+        if last is not None and last.func is Tape.knows and last.lies_in(written):
             return
         for entry in self.entries:
             if entry.lies_in(written):
@@ -210,5 +209,3 @@ def _differs(what: str) -> RuntimeError:
         f"the repeated forward comes to {what} where the first did something else: "
         f"use recompute.mode=none"
     )
-
-
