@@ -10,6 +10,7 @@ ZeroReduce = Literal["each", "last"]
 Partition = Literal["uniform", "parameters", "flops", "measure"]
 RecomputeMode = Literal["none", "full", "selective"]
 OffloadTo = Literal["none", "cpu", "disk"]
+OffloadToHost = Literal["none", "cpu"]
 LrSchedule = Literal["constant", "linear", "cosine", "wsd"]
 WandbMode = Literal["online", "offline", "disabled"]
 ScheduleName = Literal[
@@ -23,7 +24,6 @@ BUILT: dict[str, tuple[Any, ...]] = {
     "zero.reduce_dtype": (None,),
     "offload.optimizer": ("none",),
     "offload.parameters": ("none",),
-    "offload.activations": ("cpu", "none"),
     "offload.path": (None,),
     "deepspeed": (None,),
 }

@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -44,26 +45,21 @@ class Entry:
         return any(_address(leaf) in storages for leaf in self.leaves or () if _is_tensor(leaf))
 
     def lift(self) -> list[Tensor]:
-        """Its tensors, each of which leaves its id."""
+        """Its tensors, to each of which it only refers from now on."""
         tensors = [leaf for leaf in self.leaves or () if _is_tensor(leaf)]
         if self.leaves is not None:
-            self.leaves = [Lifted(id(leaf)) if _is_tensor(leaf) else leaf for leaf in self.leaves]
+            self.leaves = [ref(leaf) if _is_tensor(leaf) else leaf for leaf in self.leaves]
         return tensors
 
     def put_back(self, tensors: Iterator[Tensor]) -> None:
         """The next of ``tensors`` where one was lifted. Another one counts its versions anew."""
         if self.leaves is None:
             return
-        lifted = [leaf.id for leaf in self.leaves if isinstance(leaf, Lifted)]
-        self.leaves = [next(tensors) if isinstance(leaf, Lifted) else leaf for leaf in self.leaves]
-        if lifted != [id(leaf) for leaf in self.leaves if _is_tensor(leaf)]:
+        before = [leaf() for leaf in self.leaves if isinstance(leaf, ref)]
+        self.leaves = [next(tensors) if isinstance(leaf, ref) else leaf for leaf in self.leaves]
+        now = [leaf for leaf in self.leaves if _is_tensor(leaf)]
+        if any(one is not other for one, other in zip(before, now, strict=True)):
             self.versions = _versions(self.leaves)
-
-
-class Lifted(NamedTuple):
-    """In the place of a tensor that was lifted."""
-
-    id: int
 
 
 class Tape:

@@ -256,7 +256,22 @@ WRONG = {
     "zero_reduce = 'never' is not one of each, last": {"zero_reduce": "never"},
     "precision = 'fp16' is not built yet: use bf16": {"precision": "fp16"},
     "precision = 'fp8' is not one of fp32, bf16, fp64": {"precision": "fp8"},
-    "recompute = 'some' is not one of none, full": {"recompute": "some"},
+    "recompute.mode = 'some' is not one of none, full, selective": {"recompute": "some"},
+    "recompute.every = 0 is below 1": {"recompute": "full", "recompute_every": 0},
+    "recompute.every = 2, but recompute.mode = none repeats no unit": {"recompute_every": 2},
+    "recompute.mode = full keeps, but that is none: set": {"recompute_partition": True},
+    "recompute.mode = full keeps, but that is selective: set": {
+        "recompute": "selective",
+        "recompute_partition": True,
+    },
+    "recompute.partition = true cuts over tp, but topology.tp = 1": {
+        "recompute": "full",
+        "recompute_partition": True,
+    },
+    "recompute.mode = selective .* a compiled unit hides": {
+        "recompute": "selective",
+        "compile": True,
+    },
     "max_grad_norm = 0 must be above 0": {"max_grad_norm": 0},
     "offload = 'cpu' is not a mapping": {"offload": "cpu"},
     "offload.optimiser is not a key; did you mean offload.optimizer": {

@@ -24,7 +24,6 @@ from tests.pipeline.units import (
     stage_of,
 )
 
-
 MODES = ["full", "selective"]
 
 

@@ -38,7 +38,7 @@ WRONG = {
     "data._target_=parallel3d.data.Tokens": r"'parallel3d\.data\.Tokens' does not exist: it must",
     "precision=fp9": r"precision = 'fp9' is not one of fp32, bf16, fp16, fp64",
     "precision=fp16": r"precision = fp16 is not built yet: .*precision=bf16",
-    "recompute.mode=some": r"recompute\.mode = 'some' is not one of none, full",
+    "recompute.mode=some": r"recompute\.mode = 'some' is not one of none, full, selective",
     "offload.optimizer=cpu": r"offload\.optimizer = cpu is not built yet: .*=none",
     "deepspeed=ds.json": r"deepspeed = ds\.json is not built yet: .*deepspeed=null",
     "model=gpt_tinny": r"model = 'gpt_tinny' is not one of .*did you mean model=gpt_tiny\?",
