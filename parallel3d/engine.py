@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from .assemble import Offload, Options, assemble
+from .assemble.model import DTYPES
 from .assemble.state import load_state, save_state, whole_state
 from .batch import Batch, check_same, shapes_of, split, to_device
 from .comm.collectives import Pending, all_reduce, broadcast, start_all_reduce
 from .optim.norm import clip, clip_coefficient
+from .optim.scaler import LossScaler
 from .pipeline.actions import Program
 from .pipeline.runtime import Step
 from .rng import seed_of
@@ -65,7 +67,12 @@ class Engine:
             ``flops``, ``measure`` and ``memory_limit``.
         zero: 0 (everything whole) or 1 (optimizer state sharded over dp).
         zero_reduce, gather_budget, shard_size: of features to come.
-        precision: ``fp32``, ``bf16`` (fp32 masters and gradients), ``fp64``.
+        reduce_dtype: ``bf16`` or ``fp16``: gradients are summed over dp from values rounded to
+            it, and half the bytes are sent; ``fp32``, or None for the gradients' own.
+        precision: ``fp32``, ``bf16`` or ``fp16`` (fp32 masters and gradients), ``fp64``.
+        fp16: how the loss of ``fp16`` is scaled, see ``optim.scaler.LossScaler``:
+            ``{"initial_scale": 65536, "window": 1000, "hysteresis": 2, "min_scale": 1, "scale":
+            None}`` or part of it; ``scale`` is a fixed one.
         recompute: ``none``; ``full``, units keep their input only; ``selective``, besides the
             results of matrix products, attention and collectives.
         recompute_every: of the units, those whose number it divides are recomputed.
@@ -79,7 +86,8 @@ class Engine:
             order gives its name, values and optimizer group.
         max_grad_norm: clip the gradients to this norm.
         max_bad_steps: the last of so many steps in a row with a loss or gradient that is not
-            finite raises RuntimeError. Each such step is skipped on all ranks together.
+            finite raises RuntimeError. Each such step is skipped on all ranks together. A gradient
+            that overflows in ``fp16`` while its scale can still fall is not counted.
         init: ``init(name, tensor)`` fills every parameter, given whole in fp32, in place.
         compile: compile each unit for itself.
         timeout: seconds that a rank may be at one thing, a wait or a computation; then all end,
@@ -113,7 +121,9 @@ class Engine:
         zero_reduce: str = "each",
         gather_budget: int | None = None,
         shard_size: int | None = None,
+        reduce_dtype: str | None = None,
         precision: str = "fp32",
+        fp16: Mapping[str, Any] | None = None,
         recompute: str = "none",
         recompute_every: int = 1,
         recompute_partition: bool = False,
@@ -127,10 +137,11 @@ class Engine:
         seed: int = 0,
     ) -> None:
         given = dict(locals())
-        _check(zero, zero_reduce, precision, max_grad_norm)
+        _check(zero, zero_reduce, reduce_dtype, precision, max_grad_norm)
         given["offload"] = offloaded = Offload.of(offload)
         _refuse(gather_budget=gather_budget, shard_size=shard_size)
         _refuse_offload(offloaded)
+        self.scaler = LossScaler.of(precision, fp16)
         options = Options(**{each.name: given[each.name] for each in fields(Options)})
         self.topology, self.seed = topology, seed
         self.max_grad_norm, self.max_bad_steps = max_grad_norm, max_bad_steps
@@ -141,9 +152,12 @@ class Engine:
         self.step, self.bad_steps = 0, 0
         self._checked = False
         self._known: set[tuple[bool, int]] = set()
-        self._dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}[
-            precision
-        ]
+        self._dtype = DTYPES[precision]
+
+    @property
+    def loss_scale(self) -> float:
+        """What the next step's loss will be multiplied by for its backward; 1 but in fp16."""
+        return 1.0 if self.scaler is None else self.scaler.scale
 
     @watched("a training step")
     def train_step(self, x: Any, target: Any = None) -> StepResult:
@@ -159,7 +173,7 @@ class Engine:
             check_same(batch, self.topology)
             self._checked = True
         items = self._count(batch)
-        self.parts.criterion.begin(batch.targets, lambda: _inverse(items.wait()))
+        self.parts.criterion.begin(batch.targets, lambda: self._factor(items.wait()))
         try:
             self._run(batch, training=True)
         except BaseException:
@@ -195,7 +209,12 @@ class Engine:
 
         ``meta`` is kept beside it, as JSON.
         """
-        counters = {"step": self.step, "bad_steps": self.bad_steps, "seed": self.seed}
+        counters = {
+            "step": self.step,
+            "bad_steps": self.bad_steps,
+            "seed": self.seed,
+            "loss_scale": self.scaler and self.scaler.state(),
+        }
         if taken := sorted(meta.keys() & {*counters, "optimizer"}):
             raise ValueError(f"meta {', '.join(taken)} is the engine's own: use another name")
         save_state(self.parts, Path(folder), {**counters, **meta})
@@ -208,6 +227,8 @@ class Engine:
         """
         meta = load_state(self.parts, Path(folder))
         self.step, self.bad_steps = meta["step"], meta["bad_steps"]
+        if self.scaler is not None and meta.get("loss_scale"):
+            self.scaler.load(meta["loss_scale"])
         return meta
 
     @watched("state_dict_whole")
@@ -236,6 +257,11 @@ class Engine:
                 raise ValueError(f"num_items gave {float(count)}: it counts, in whole numbers")
             total += count
         return start_all_reduce(total, self.topology.dp, tag="items")
+
+    def _factor(self, items: Tensor) -> Tensor:
+        """One over the count of items, times the loss scale."""
+        inverse = _inverse(items)
+        return inverse if self.scaler is None else inverse * self.scaler.scale
 
     def _run(self, batch: Batch, training: bool) -> None:
         parts, count = self.parts, len(batch.targets)
@@ -272,18 +298,27 @@ class Engine:
             [scalars[:count].sum().view(1), scalars[count:], items.view(1)]
         ).tolist()
         self.watch.enters("the update")
-        norm, loss = math.sqrt(square) if square >= 0 else math.nan, sum(losses)
+        scale, loss = self.loss_scale, sum(losses)
+        norm = math.sqrt(square) / scale if square >= 0 else math.nan
         bad = not (math.isfinite(norm) and math.isfinite(loss))
         lr = parts.optimizer.lr
         if not bad and num_items:
-            clip(flats, clip_coefficient(norm, self.max_grad_norm))
+            clip(flats, clip_coefficient(norm, self.max_grad_norm) / scale)
             parts.optimizer.step()
             parts.shards.publish()
         parts.shards.zero_gradients()
         self.step += 1
-        self._count_bad(bad, loss, norm)
+        counts = not self._scale_is_at_fault(bad, loss)
+        if self.scaler is not None and (bad or num_items):
+            self.scaler.update(overflow=bad)
+        if counts:
+            self._count_bad(bad, loss, norm)
         mean = loss / num_items if num_items else 0.0
         return StepResult(mean, norm, lr, bad or not num_items, int(num_items))
+
+    def _scale_is_at_fault(self, bad: bool, loss: float) -> bool:
+        """Whether a lower scale may help. It does nothing for a loss that is not finite itself."""
+        return bad and math.isfinite(loss) and self.scaler is not None and self.scaler.can_fall
 
     def _count_bad(self, bad: bool, loss: float, norm: float) -> None:
         self.bad_steps = self.bad_steps + 1 if bad else 0
@@ -301,7 +336,13 @@ def _inverse(items: Tensor) -> Tensor:
     return torch.where(items > 0, 1.0 / items.clamp(min=1).double(), 0.0)
 
 
-def _check(zero: int, zero_reduce: str, precision: str, max_grad_norm: float | None) -> None:
+def _check(
+    zero: int,
+    zero_reduce: str,
+    reduce_dtype: str | None,
+    precision: str,
+    max_grad_norm: float | None,
+) -> None:
     if zero not in (0, 1):
         known = zero in (2, 3)
         raise ValueError(
@@ -310,10 +351,10 @@ def _check(zero: int, zero_reduce: str, precision: str, max_grad_norm: float | N
         )
     if zero_reduce not in ("each", "last"):
         raise ValueError(f"zero_reduce = {zero_reduce!r} is not one of each, last")
-    if precision not in ("fp32", "bf16", "fp64"):
-        known = precision == "fp16"
-        problem = "is not built yet: use bf16" if known else "is not one of fp32, bf16, fp64"
-        raise ValueError(f"precision = {precision!r} {problem}")
+    if reduce_dtype not in (None, "fp32", "bf16", "fp16"):
+        raise ValueError(f"reduce_dtype = {reduce_dtype!r} is not one of None, fp32, bf16, fp16")
+    if precision not in DTYPES:
+        raise ValueError(f"precision = {precision!r} is not one of {', '.join(DTYPES)}")
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(
             f"max_grad_norm = {max_grad_norm} must be above 0, or None for no clipping"

@@ -38,10 +38,15 @@ class Measured(NamedTuple):
     comm: float
 
 
-def measure(units: list[Unit], topology: Topology, options: Options) -> Measured:
-    """Times in seconds. Collective over the world; ranks' times are averaged."""
+def measure(
+    units: list[Unit], topology: Topology, options: Options, split: bool = True
+) -> Measured:
+    """Times in seconds; with ``split`` those of a backward that is split.
+
+    Collective over the world; ranks' times are averaged.
+    """
     with seconds(topology.device) as read:
-        mine = _costs(units, topology, options, read)
+        mine = _costs(units, topology, options, read, split, options.compile)
     found = all_gather_objects(mine, topology.world)
     costs = [_joined(ranks) for ranks in zip(*found, strict=True)]
     size = max(cost.output for cost in costs)
@@ -51,7 +56,7 @@ def measure(units: list[Unit], topology: Topology, options: Options) -> Measured
 def count_flops(units: list[Unit], topology: Topology, options: Options) -> Measured:
     """FLOPs of one rank in the place of times; a message costs none. Collective over tp."""
     with flops() as read:
-        return Measured(_costs(units, topology, options, read), 0.0)
+        return Measured(_costs(units, topology, options, read, split=True, compiled=False), 0.0)
 
 
 def _joined(ranks: tuple[UnitCosts, ...]) -> UnitCosts:
@@ -60,7 +65,14 @@ def _joined(ranks: tuple[UnitCosts, ...]) -> UnitCosts:
     return UnitCosts(fmean(forward), fmean(input_grad), fmean(weight_grad), *map(max, sizes))
 
 
-def _costs(units: list[Unit], topology: Topology, options: Options, read: Read) -> list[UnitCosts]:
+def _costs(
+    units: list[Unit],
+    topology: Topology,
+    options: Options,
+    read: Read,
+    split: bool,
+    compiled: bool,
+) -> list[UnitCosts]:
     assert options.sample is not None
     x, target = (_placed(part, topology, options.precision) for part in options.sample)
     end = SumLoss(as_sum(options.loss_fn))
@@ -75,7 +87,15 @@ def _costs(units: list[Unit], topology: Topology, options: Options, read: Read) 
             key = _key(unit, x, activations.repeats(unit), last)
             if key not in known:
                 copy = _copy(unit, topology.device, DTYPES[options.precision])
-                known[key] = gauge(copy, x, read, activations=activations, end=last)
+                known[key] = gauge(
+                    copy,
+                    x,
+                    read,
+                    activations=activations,
+                    end=last,
+                    split=split,
+                    compiled=compiled,
+                )
             costs.append(known[key].costs)
             x = known[key].output
     return costs

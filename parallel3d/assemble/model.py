@@ -16,7 +16,12 @@ from ..placement import Placement, Replicate, cut, placements, whole_shape
 from ..rng import materialise, seed_of, seeded
 from ..topology import Topology
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+}
 
 
 @dataclass
@@ -60,8 +65,9 @@ def check_batch_norm(units: list[Unit], dp: int, num_microbatches: int) -> None:
     for unit in units:
         for path, module in unit.module.named_modules():
             if isinstance(module, _BatchNorm) and (dp > 1 or num_microbatches > 1):
+                name = ".".join(part for part in (unit.name, path) if part)
                 raise ValueError(
-                    f"{unit.name}.{path} is a {type(module).__name__}, whose statistics depend on "
+                    f"{name} is a {type(module).__name__}, whose statistics depend on "
                     f"how the batch is cut (dp = {dp}, num_microbatches = {num_microbatches}): "
                     f"use LayerNorm, RMSNorm or GroupNorm"
                 )

@@ -66,6 +66,7 @@ class Options:
     memory_limit: float | None = None
     sample: tuple[Any, Any] | None = None
     zero: int = 1
+    reduce_dtype: str | None = None
     precision: str = "fp32"
     recompute: str = "none"
     recompute_every: int = 1

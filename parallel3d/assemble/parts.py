@@ -25,6 +25,7 @@ from ..zero.shards import Shards
 from .flats import flats_of, frozen_of, groups_of
 from .keeping import activations_of, check_activations
 from .model import (
+    DTYPES,
     Facts,
     check_batch_norm,
     check_state,
@@ -145,7 +146,8 @@ def _shards(
     flats = flats_of(local, facts, group_of, {each.owner for each in shared}, topology, options)
     ties = ties_of(shared, facts, flats, axes)
     fixed = fixed_of(local, shared, facts)
-    return Shards(flats, topology.dp, options.zero, frozen_of(local), ties, fixed)
+    wire = DTYPES[options.reduce_dtype] if options.reduce_dtype else None
+    return Shards(flats, topology.dp, options.zero, frozen_of(local), ties, fixed, wire)
 
 
 def _borders(topology: Topology, home: list[int], timeout: float) -> dict[int, Border]:

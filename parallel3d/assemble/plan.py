@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from pathlib import PurePath
 from typing import NamedTuple
 
@@ -9,7 +10,8 @@ import torch
 
 from ..pipeline.auto import choose
 from ..pipeline.costs import Costs, stage_costs
-from ..pipeline.partition import partition
+from ..pipeline.memory import in_flight, most_saved
+from ..pipeline.partition import cuts_within, partition
 from ..pipeline.schedules import NAMES
 from ..pipeline.simulate import simulate_costs
 from ..pipeline.stage import Unit
@@ -54,24 +56,40 @@ def make_plan(
     partition([1.0] * len(units), num_stages, even)  # refused before anything is measured
     if num_stages == 1 and limit is None:
         return Plan(programs, [(0, len(units))])
-    known = _look(units, topology, options)
+    known = _look(units, topology, options, programs.splits_backward)
     weights = _weights(units, facts, options, known)
     found = known.timed or known.counted
     if found is None:
         return Plan(programs, partition(weights, num_stages, options.partition))
-    cuts = partition(
-        weights,
-        num_stages,
-        options.partition,
-        memory=[cost.saved for cost in found.units],
-        in_flight=programs.in_flight(),
-        rank_of_stage=programs.rank_of_stage,
-        limit=limit,
-    )
+    cuts = _cut(weights, found, programs, options)
     costs = stage_costs(found.units, cuts, found.comm)
-    if limit is not None:
-        _check_memory(programs, costs, limit)
     return Plan(programs, cuts, costs, "seconds" if known.timed else "FLOPs")
+
+
+def _cut(
+    weights: list[float], found: Measured, programs: Programs, options: Options
+) -> list[tuple[int, int]]:
+    """The most even cut, or with a limit the first that keeps it, from more even to less."""
+    program = programs.whole(programs.num_microbatches)
+    limit = options.memory_limit
+    least = inf
+    for cuts in cuts_within(
+        weights,
+        programs.rank_of_stage,
+        options.partition,
+        [cost.saved for cost in found.units],
+        [most_saved(program), in_flight(program)],
+        limit,
+    ):
+        peak = max(simulate_costs(program, stage_costs(found.units, cuts, found.comm)).peak_bytes)
+        if limit is None or peak <= limit:
+            return cuts
+        least = min(least, peak)
+    raise ValueError(
+        f"pipeline.memory_limit = {limit:g}, but the activations of one rank take {least:g} bytes "
+        f"in the least of the cuts that were tried: raise it, or take recompute.mode=full, "
+        f"pipeline.schedule=auto or more microbatches of a smaller size"
+    )
 
 
 def _chosen(weights: list[float], known: Known, topology: Topology, options: Options) -> Plan:
@@ -99,7 +117,7 @@ def _source(options: Options, num_ranks: int) -> Source:
     return given(asked, *sizes)
 
 
-def _look(units: list[Unit], topology: Topology, options: Options) -> Known:
+def _look(units: list[Unit], topology: Topology, options: Options, split: bool = True) -> Known:
     """Measure and count what the options need to know."""
     reason = reason_to_look(options.schedule, options.partition, options.memory_limit)
     if reason is None:
@@ -112,7 +130,7 @@ def _look(units: list[Unit], topology: Topology, options: Options) -> Known:
     is_counted = options.partition == "flops"
     is_timed = not is_counted or options.schedule == "auto" or options.memory_limit is not None
     return Known(
-        measure(units, topology, options) if is_timed else None,
+        measure(units, topology, options, split) if is_timed else None,
         count_flops(units, topology, options) if is_counted else None,
     )
 
@@ -138,13 +156,3 @@ def _weights(
     for fact in facts.values():  # a tied parameter at each of its uses
         costs[fact.unit] += torch.Size(fact.shape).numel()
     return costs
-
-
-def _check_memory(programs: Programs, costs: Costs, limit: float) -> None:
-    peak = max(simulate_costs(programs.whole(programs.num_microbatches), costs).peak_bytes)
-    if peak > limit:
-        raise ValueError(
-            f"pipeline.memory_limit = {limit:g}, but the activations of one rank take {peak:g} "
-            f"bytes: raise it, or take recompute.mode=full, pipeline.schedule=auto or more "
-            f"microbatches of a smaller size"
-        )

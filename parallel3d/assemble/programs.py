@@ -8,7 +8,6 @@ from functools import partial
 
 from ..pipeline.actions import Action, Op, Program, Schedule, show
 from ..pipeline.auto import Choice
-from ..pipeline.memory import in_flight
 from ..pipeline.passes import add_communication, lower
 from ..pipeline.program_file import given_program, read_program
 from ..pipeline.schedules import build, forwards_of, forwards_over
@@ -108,10 +107,6 @@ class Programs:
     def timeline(self) -> Timeline:
         """A training step on paper, as if all stages cost the same."""
         return simulate(self.whole(self.num_microbatches))
-
-    def in_flight(self) -> list[int]:
-        """The most microbatches that each stage keeps at once, of a training step."""
-        return in_flight(self.whole(self.num_microbatches))
 
     def whole(self, num_microbatches: int, training: bool = True, ahead: bool = True) -> Program:
         """All ranks' actions. ``ahead``: receives are posted one compute before they are needed.

@@ -68,5 +68,5 @@ def clip_coefficient(norm: float, max_norm: float | None) -> float:
 
 def clip(flats: Sequence[Flat], coefficient: float) -> None:
     """Scale the gradients that the optimizer will use, in place."""
-    if coefficient < 1 and flats:  # a stage may have nothing to train
+    if coefficient != 1 and flats:  # a stage may have nothing to train
         torch._foreach_mul_([flat.updated_grad for flat in flats], coefficient)

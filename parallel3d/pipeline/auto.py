@@ -1,7 +1,6 @@
 """``auto``: the fastest schedule on paper, of all with a name and of those made for the costs."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import cache, partial
 from math import inf
 from typing import NamedTuple
@@ -11,7 +10,7 @@ from parallel3d.pipeline.costs import Costs, UnitCosts, stage_costs
 from parallel3d.pipeline.cut import Cuts
 from parallel3d.pipeline.greedy import greedy, least_bytes
 from parallel3d.pipeline.memory import most_saved
-from parallel3d.pipeline.partition import partition
+from parallel3d.pipeline.partition import cuts_within, partition
 from parallel3d.pipeline.schedules import build, stage_rank
 from parallel3d.pipeline.simulate import Timeline, simulate_costs
 
@@ -157,17 +156,8 @@ class _Search(NamedTuple):
 
     def _cuts(self, v: int, in_flight: list[int], homes: list[int]) -> Iterator[Cuts]:
         """The most even cut, then that within the limit, if there is one."""
-        yield partition(self.weights, len(homes), self.method)
-        with suppress(ValueError):
-            yield partition(
-                self.weights,
-                len(homes),
-                self.method,
-                memory=[unit.saved for unit in self.units],
-                in_flight=in_flight,
-                rank_of_stage=homes,
-                limit=self.limit,
-            )
+        saved = [unit.saved for unit in self.units]
+        return cuts_within(self.weights, homes, self.method, saved, [in_flight], self.limit)
 
     def _choice(self, name: str, make: Make, schedule: Schedule, cuts: Cuts) -> Choice:
         costs = stage_costs(self.units, cuts, self.comm)

@@ -63,9 +63,11 @@ def _check_microbatches(program: Program, rules: Dependencies) -> None:
                         f"rank {rules.home[stage]} runs {one} before {other}: the microbatches of"
                         " a stage must ascend, or its gradients would depend on the schedule"
                     )
-            missing = set(range(num_microbatches)) - {action.microbatch for action in order}
-            if missing:
-                names = " or ".join(f"{stage}{op}{min(missing)}" for op in sorted(kind))
+            # They ascend, so the first that is not its own number shows which one is missing.
+            numbers = [action.microbatch for action in order]
+            gap = next((at for at, number in enumerate(numbers) if at != number), len(numbers))
+            if gap < num_microbatches:
+                names = " or ".join(f"{stage}{op}{gap}" for op in sorted(kind))
                 raise ValueError(f"the program has no {names}")
 
 

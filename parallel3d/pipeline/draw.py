@@ -43,7 +43,7 @@ def side_by_side(panels: Sequence[Panel], columns: int | None = None) -> str:
     width = round(max(timeline.makespan for timeline in timelines) * scale)
     count = max(len(timeline.spans) for timeline in timelines)
     names = [f"rank {rank}".ljust(len(f"rank {count - 1}")) + "  " for rank in range(count)]
-    step = width if columns is None else max(widest + 1, columns - len(names[0]))
+    step = max(1, width) if columns is None else max(widest + 1, columns - len(names[0]))
     drawn = [(panel.title, _rows(panel.timeline, scale, chunked)) for panel in panels]
     blocks = []
     for at in range(0, width, step):

@@ -58,24 +58,43 @@ def flops() -> Iterator[Read]:
 
 
 def gauge(
-    unit: Unit, x: Any, read: Read, *, activations: Activations, end: Criterion | None
+    unit: Unit,
+    x: Any,
+    read: Read,
+    *,
+    activations: Activations,
+    end: Criterion | None,
+    split: bool = True,
+    compiled: bool = False,
 ) -> Gauged:
     """Run a unit forward and backward, once to warm up, and take the least of five runs.
 
     The least, because whatever else a machine does only adds to a time.
-    Its parameters must have gradients, which are written. Layers that can defer their weight
-    gradients do; all else of a backward counts as input gradient. ``end`` follows the last unit.
+    Its parameters must have gradients, which are written. With ``split`` layers that can defer
+    their weight gradients do; all else of a backward counts as input gradient. ``end`` follows the
+    last unit.
     """
-    stage = Stage(0, [unit], activations=activations, split=True)
-    stage.train(True)
+    stage = _stage(unit, activations, split)
     output, saved, deferred = _bytes(stage, unit, x, end)
-    runs = [_run(stage, x, read, end) for _ in range(REPEATS + 1)][1:]
+    if compiled:
+        unit.module.compile()
+        stage = _stage(unit, activations, split)
+    runs = [_run(stage, split, x, read, end) for _ in range(REPEATS + 1)][1:]
     forward, input_grad, weight_grad = map(min, zip(*runs, strict=True))
     handed = 0 if end else sum(map(_size, _tensors(output)))
-    return Gauged(UnitCosts(forward, input_grad, weight_grad, saved, deferred, handed), output)
+    costs = UnitCosts(forward, input_grad, weight_grad, saved, deferred if split else 0, handed)
+    return Gauged(costs, output)
 
 
-def _run(stage: Stage, x: Any, read: Read, end: Criterion | None) -> tuple[float, float, float]:
+def _stage(unit: Unit, activations: Activations, split: bool) -> Stage:
+    stage = Stage(0, [unit], activations=activations, split=split)
+    stage.train(True)
+    return stage
+
+
+def _run(
+    stage: Stage, split: bool, x: Any, read: Read, end: Criterion | None
+) -> tuple[float, float, float]:
     """The costs of forward, input gradient and weight gradient, with those of the loss."""
     x = tree_map_only(Tensor, _fresh, x)
     start = read()
@@ -85,9 +104,11 @@ def _run(stage: Stage, x: Any, read: Read, end: Criterion | None) -> tuple[float
     forward = read()
     gradients = [torch.ones_like(leaf) for leaf in _tensors(output) if leaf.requires_grad]
     ready = read()
-    stage.input_grad(0, gradients if end is None else end.backward(0))
+    backward = stage.input_grad if split else stage.backward
+    backward(0, gradients if end is None else end.backward(0))
     input_grad = read()
-    stage.weight_grad(0)
+    if split:
+        stage.weight_grad(0)
     return forward - start, input_grad - ready, read() - input_grad
 
 
@@ -105,7 +126,10 @@ def _bytes(stage: Stage, unit: Unit, x: Any, end: Criterion | None) -> tuple[Any
     deferred = _Storages()
     own = {p.untyped_storage().data_ptr() for p in unit.module.parameters()}
     handles = [
-        module.register_forward_hook(lambda _, given, out: deferred.add(given[0], out))
+        module.register_forward_hook(
+            lambda _, given, named, out: deferred.add(*_tensors((given, named, out))),
+            with_kwargs=True,
+        )
         for module in unit.module.modules()
         if hasattr(module, "defer")
         and any(p.requires_grad for p in module.parameters(recurse=False))

@@ -1,6 +1,7 @@
 """Cut a model's units into stages: consecutive, none empty, the heaviest as light as possible."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from math import inf
 from typing import NamedTuple
@@ -68,6 +69,33 @@ def partition(
     kept = [1.0] * num_stages if in_flight is None else in_flight
     homes = range(num_stages) if rank_of_stage is None else rank_of_stage
     return _within(_Limit(limit, kept, homes), pieces, free)
+
+
+def cuts_within(
+    costs: Sequence[float],
+    rank_of_stage: Sequence[int],
+    method: str | Sequence[int],
+    memory: Sequence[float],
+    in_flight: Sequence[Sequence[float]],
+    limit: float | None,
+) -> Iterator[Cuts]:
+    """The most even cut, then with a limit those that keep it by each of several counts.
+
+    What a rank really keeps depends on more than one count: who asks takes the first cut whose
+    simulated peak is within the limit.
+    """
+    yield partition(costs, len(rank_of_stage), method)
+    for counts in in_flight if limit is not None else ():
+        with suppress(ValueError):
+            yield partition(
+                costs,
+                len(rank_of_stage),
+                method,
+                memory=memory,
+                in_flight=counts,
+                rank_of_stage=rank_of_stage,
+                limit=limit,
+            )
 
 
 def _explicit(num_units: int, num_stages: int, cuts: list[int]) -> Cuts:

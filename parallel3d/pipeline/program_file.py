@@ -37,7 +37,7 @@ def read_program(path: str | Path, num_ranks: int | None = None) -> Given:
             " pipeline rank on a line of it, or take a schedule by its name"
         )
     try:
-        return given_program(parse(Path(path).read_text(encoding="utf-8")), num_ranks)
+        return given_program(parse(Path(path).read_text(encoding="utf-8-sig")), num_ranks)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 

@@ -114,19 +114,18 @@ class Interpreter:
             border.flush()
 
     def _perform(self, step: Step, action: Action) -> None:
-        self._tell("waits", action)
+        for observer in self.observers:
+            observer.waits(action)
         index, op, microbatch = action
         if op in COMPUTE:
             given = self._input(step, action)
-            self._tell("begins", action)
+            for observer in self.observers:
+                observer.begins(action)
             self._compute[op](step, index, microbatch, given)
         else:
             self._move[op](step, index, microbatch)
-        self._tell("ends", action)
-
-    def _tell(self, what: str, action: Action) -> None:
         for observer in self.observers:
-            getattr(observer, what)(action)
+            observer.ends(action)
 
     def _input(self, step: Step, action: Action) -> Any:
         """What a compute works on, once it is there."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from ..comm.collectives import Pending, start_all_gather, start_reduce_scatter
@@ -29,6 +30,7 @@ class Shards:
         frozen: parameters by name that lie in no buffer, of each unit.
         ties: of which this rank holds a use.
         fixed: buffers by name that other pipeline ranks hold too, of each unit.
+        wire: what gradients are rounded to before they are summed; None for their own dtype.
     """
 
     def __init__(
@@ -39,9 +41,10 @@ class Shards:
         frozen: Mapping[int, Sequence[tuple[str, nn.Parameter]]] | None = None,
         ties: Sequence[Tie] = (),
         fixed: Mapping[int, Sequence[tuple[str, Tensor]]] | None = None,
+        wire: torch.dtype | None = None,
     ) -> None:
         self.flats, self.axis, self.stage, self.frozen = flats, axis, stage, frozen or {}
-        self.ties, self.fixed = Ties(ties), fixed or {}
+        self.ties, self.fixed, self.wire = Ties(ties), fixed or {}, wire
         self._note_versions()
         self._reducing: dict[Flat, Pending] = {}
         self._gathering: dict[int, list[Pending]] = {}
@@ -81,7 +84,7 @@ class Shards:
         """Called when a unit's gradients are complete: start summing them over ``dp``."""
         for flat in self.flats.get(unit, ()):
             self._reducing[flat] = start_reduce_scatter(
-                flat.grad, flat.owned_grad, self.axis, tag=f"unit {unit}"
+                flat.grad, flat.owned_grad, self.axis, wire=self.wire, tag=f"unit {unit}"
             )
         self.ties.advance(self._reducing)
 

@@ -51,6 +51,8 @@ def test_batch_norm_is_refused_where_its_statistics_depend_on_the_cut() -> None:
     with Topology.init() as topology:
         with pytest.raises(ValueError, match="1.0 is a BatchNorm1d, whose statistics depend"):
             engine(topology, model)
+        with pytest.raises(ValueError, match="^0 is a BatchNorm1d, whose statistics depend"):
+            engine(topology, nn.Sequential(nn.BatchNorm1d(WIDTH)))
         x = torch.randn(4, WIDTH)
         engine(topology, model, num_microbatches=1, precision="fp32").train_step(x, x)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from parallel3d.pipeline.actions import parse
 from parallel3d.pipeline.passes import lower
 from parallel3d.pipeline.schedules import build
+from parallel3d.pipeline.simulate import simulate_costs
 from parallel3d.topology import Grid, Topology
 from tests.engine.trials import (
     Trial,
@@ -115,11 +116,25 @@ def test_what_looks_at_the_units_needs_a_sample(asked: dict[str, str]) -> None:
 
 def test_activations_over_the_limit_are_refused_with_both_numbers() -> None:
     asked = trial(memory_limit=10, sample=SAMPLE)
-    with pytest.raises(
-        RankFailed, match=r"memory_limit = 10 bytes .* no cut .* keeps less than \d+"
-    ):
+    with pytest.raises(RankFailed, match=r"memory_limit = 10, but .* take \d+ bytes"):
         run_on(Grid(pp=2), cuts, of=asked)
     check(Grid(pp=2), trial(memory_limit=1e6, sample=SAMPLE))
+
+
+def peak_of(topology: Topology, of: Trial) -> float:
+    parts = engine_of(topology, of).parts
+    assert parts.costs is not None
+    program = parts.programs.whole(parts.programs.num_microbatches)
+    return max(simulate_costs(program, parts.costs).peak_bytes)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zbv", "auto"])
+def test_what_a_schedule_keeps_on_paper_is_limit_enough(schedule: str) -> None:
+    asked = {"schedule": schedule, "sample": SAMPLE, "num_microbatches": 6}
+    free = trial(partition="measure", **asked)
+    (peak, _) = run_on(Grid(pp=2), peak_of, of=free)
+    (again, _) = run_on(Grid(pp=2), peak_of, of=trial(memory_limit=peak, **asked))
+    assert again <= peak
 
 
 def test_a_program_of_the_users_runs_from_a_file_or_as_it_is(tmp_path: Path) -> None:

@@ -36,6 +36,11 @@ def test_text_folds_to_the_terminal_and_loses_nothing() -> None:
     assert [row.rstrip() for row in rows] == [line[8:] for line in whole]
 
 
+def test_computes_that_take_no_time_draw_as_nothing() -> None:
+    timeline = simulate(lower(build("1f1b", 2, 3)), f=0, i=0, w=0)
+    assert draw.text(timeline) == draw.text(timeline, 80) == ""
+
+
 def test_nothing_draws_as_nothing() -> None:
     assert draw.text(simulate([])) == ""
 

@@ -45,6 +45,19 @@ def test_a_parallel_layer_defers_its_weight_gradient() -> None:
     assert costs.output == ROWS * WIDE * 4
 
 
+def test_a_layer_that_is_called_by_keyword_costs_the_same() -> None:
+    class ByKeyword(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = ColumnParallelLinear(WIDTH, WIDE, axis=Axis.single())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x=x)
+
+    costs = gauged(ByKeyword(), activation()).costs
+    assert costs == gauged(ByKeyword().layer, activation()).costs
+
+
 def test_a_plain_layer_does_all_in_its_input_gradient() -> None:
     costs = gauged(nn.Linear(WIDTH, WIDE), activation()).costs
     assert costs == UnitCosts(
@@ -103,3 +116,26 @@ def test_time_is_told_in_seconds() -> None:
         ).costs
     assert 0 < costs.forward < 60
     assert costs.weight_grad >= 0
+
+
+def test_where_the_backward_is_whole_nothing_is_deferred() -> None:
+    layer = ColumnParallelLinear(WIDTH, WIDE, axis=Axis.single())
+    layer.weight.grad, layer.bias.grad = torch.zeros(WIDE, WIDTH), torch.zeros(WIDE)
+    unit = Unit(0, "0", layer)
+    with flops() as read:
+        costs = gauge(
+            unit, activation(), read, activations=Activations(), end=None, split=False
+        ).costs
+    assert costs[:3] == (PRODUCT, 2 * PRODUCT, 0)
+    assert costs.deferred == 0
+
+
+def test_a_unit_that_will_be_compiled_is_timed_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+    seen = []
+    monkeypatch.setattr(module, "compile", lambda: seen.append(module))
+    with seconds(torch.device("cpu")) as read:
+        for compiled in (False, True):
+            unit = Unit(0, "0", module)
+            gauge(unit, activation(), read, activations=Activations(), end=None, compiled=compiled)
+    assert seen == [module]

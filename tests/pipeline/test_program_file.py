@@ -30,6 +30,15 @@ def test_a_file_of_computes_is_that_schedule_and_its_messages_are_ours_to_add(
     assert given.lowered is None
 
 
+@pytest.mark.parametrize(("encoding", "newline"), [("utf-8-sig", "\r\n"), ("utf-8", "\r")])
+def test_a_file_of_another_editor_is_read_alike(
+    encoding: str, newline: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.txt"
+    path.write_text("0F0 0B0\n1F0 1B0\n", encoding=encoding, newline=newline)
+    assert show(read_program(path, 2).schedule.program) == "0F0 0B0\n1F0 1B0"
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_run_writes_runs_again_as_it_is(name: str, tmp_path: Path) -> None:
     schedule = build(name, 3, 7)
@@ -85,6 +94,8 @@ def test_a_stage_without_reduce_beside_one_that_has_it_is_refused() -> None:
         ("0F1 0F0 0B0 0B1\n1F0 1F1 1B0 1B1", "rank 0 runs 0F1 before 0F0: .* must ascend"),
         ("0F0 0SEND_F0 0B0\n1F0 1B0", "needs 1RECV_F0, which is on no rank: write all messages"),
         ("0F0 0SEND_F0 0B0\n1RECV_F0 1F0 1B0", "0B0 on rank 0 needs 0RECV_B0, which is on no"),
+        ("0F99999999999 0B0\n1F0 1B0", "the program has no 0F0"),
+        ("0F0 0F99999999999\n1F0 1B0", "the program has no 0F1"),
         ("0F0 0F1\n1F0 1F1", "forwards alone trains nothing"),
         ("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1", "cannot finish: rank 0 at 0B0 waits for 1B0, which"),
     ],
