@@ -54,7 +54,7 @@ def measure(
 
 
 def count_flops(units: list[Unit], topology: Topology, options: Options) -> Measured:
-    """FLOPs of one rank in the place of times; a message costs none. Collective over tp."""
+    """FLOPs of one rank in the place of times; a message costs none. Collective."""
     with flops() as read:
         return Measured(_costs(units, topology, options, read, split=True, compiled=False), 0.0)
 
@@ -85,7 +85,8 @@ def _costs(
         for unit in units:
             last = end if unit is units[-1] else None
             key = _key(unit, x, activations.repeats(unit), last)
-            if key not in known:
+            # An attribute may differ on one rank only; all must measure, or none.
+            if not all(all_gather_objects(key in known, topology.world)):
                 copy = _copy(unit, topology.device, DTYPES[options.precision])
                 known[key] = gauge(
                     copy,
