@@ -114,12 +114,13 @@ class Flat:
         self.grad: Tensor | None = None
         self._blank: Tensor | None = None
         self._versions: list[int] = []
-        self._show()
-        if trained:
-            self._make_gradients(device)
         if stage == 3:
             self._hide()
             self._free()
+        else:
+            self._show()
+        if trained:
+            self._make_gradients(device)
 
     def _values(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """The values in ``dtype``, the owned ones, and wide ones of what is updated."""
