@@ -185,7 +185,7 @@ class Flat:
 
     def gather(self, tag: str) -> Pending:
         """Give ``data`` memory, and start to fill it from everyone's ``shard``."""
-        self.data.untyped_storage().resize_(self.nbytes)
+        self._resize(self.nbytes)
         return start_all_gather(self.shard, self.data, self.axis, tag=tag)
 
     def release(self) -> None:
@@ -216,7 +216,14 @@ class Flat:
         return self.length * self.data.element_size()
 
     def _free(self) -> None:
-        self.data.untyped_storage().resize_(0)
+        # What was given to numpy cannot be resized: it keeps its memory.
+        if self.data.untyped_storage().resizable():
+            self._resize(0)
+
+    def _resize(self, nbytes: int) -> None:
+        storage = self.data.untyped_storage()
+        if storage.nbytes() != nbytes:
+            storage.resize_(nbytes)
 
     def _show(self) -> None:
         for held, start, stop in self.slots:

@@ -119,6 +119,20 @@ def test_inside_of_edit_parameters_may_be_written() -> None:
     assert parameter.eq(5).all()
 
 
+def test_a_parameter_that_numpy_has_seen_keeps_its_memory_and_goes_on() -> None:
+    parameter = weight()
+    flat = sharded(parameter)
+    flat.gather("").wait()
+    flat.show()
+    array = parameter.detach().numpy()
+    flat.release()
+    assert memory(flat) == flat.nbytes and parameter.isnan().all()
+    flat.shard.fill_(7)
+    flat.gather("").wait()
+    flat.show()
+    assert parameter.eq(7).all() and (array == 7).all()
+
+
 def test_uses_of_one_parameter_are_shown_and_hidden_together() -> None:
     one, two = weight(), weight()
     first = sharded(one)
