@@ -12,8 +12,11 @@ from ..comm.ledger import Ledger
 from ..comm.lines import open_lines
 from ..comm.p2p import Edge, open_channels
 from ..optim.norm import NormSlots
+from ..optim.optimizer import Options as Group
 from ..optim.optimizer import ShardedOptimizer
 from ..optim.probe import check_elementwise
+from ..optim.rules import rule_of
+from ..optim.whole import Rule, WholeOptimizer, options_of
 from ..pipeline.border import Border
 from ..pipeline.costs import Costs
 from ..pipeline.criterion import SumLoss, as_sum, default_num_items
@@ -53,7 +56,7 @@ class Parts:
     programs: Programs
     shards: Shards
     slots: NormSlots
-    optimizer: ShardedOptimizer
+    optimizer: ShardedOptimizer | WholeOptimizer
     criterion: SumLoss
     num_items: Callable[[Any], Tensor | int]
     ledger: Ledger
@@ -80,7 +83,11 @@ def assemble(model: nn.Module, topology: Topology, options: Options) -> Parts:
     check_placements(facts)
     programs, cuts, costs, unit = make_plan(units, facts, topology, options)
     groups, group_of = groups_of(units, facts, options.param_groups)
-    check_elementwise(options.optimizer, groups, topology.device)
+    rule = rule_of(options.optimizer, groups)
+    if rule is None:
+        check_elementwise(options.optimizer, groups, topology.device)
+    else:
+        _check_rule(rule, facts, group_of, options_of(options.optimizer, groups))
     ledger = Ledger()
     ledger.attach(topology.pp, topology.dp, topology.tp)
     home = programs.rank_of_stage
@@ -113,11 +120,28 @@ def assemble(model: nn.Module, topology: Topology, options: Options) -> Parts:
         programs,
         shards,
         NormSlots(placed, shards.trained(), topology.tp, topology.dp),
-        ShardedOptimizer(options.optimizer, shards.trained(), groups, options.lr_schedule),
+        _optimizer(rule, shards, groups, topology, options),
         SumLoss(loss_fn),
         num_items,
         ledger,
     )
+
+
+def _check_rule(
+    rule: Rule, facts: dict[str, Facts], group_of: dict[str, int], options: list[Group]
+) -> None:
+    """Refuse parameters that an optimizer cannot update, whichever rank holds them."""
+    for name, group in group_of.items():
+        rule.check(name, facts[name].shape, options[group])
+
+
+def _optimizer(
+    rule: Rule | None, shards: Shards, groups: list[Group], topology: Topology, options: Options
+) -> ShardedOptimizer | WholeOptimizer:
+    make, flats, schedule = options.optimizer, shards.trained(), options.lr_schedule
+    if rule is None:
+        return ShardedOptimizer(make, flats, groups, schedule)
+    return WholeOptimizer(rule, flats, options_of(make, groups), topology.tp, schedule)
 
 
 def _shards(

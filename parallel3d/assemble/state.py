@@ -13,7 +13,8 @@ from ..checkpoint.fragment import Fragment
 from ..checkpoint.load import load, read_meta
 from ..checkpoint.save import save
 from ..comm.collectives import all_gather_objects
-from ..optim.optimizer import State, is_elementwise_state
+from ..optim.optimizer import State, Updated, is_elementwise_state
+from ..optim.whole import is_whole_state
 from ..placement import Replicate, rectangles
 from ..zero.flat import Flat
 from .parts import Parts
@@ -109,10 +110,23 @@ def _optimizer_state(
         if value is None:
             continue
         start, stop = part.start, part.stop
+        if is_whole_state(value, part):
+            found += _table(parts, part, name, value, saving)
+            continue
         if saving:
             start, stop = max(start, part.flat.owned[0]), min(stop, part.flat.owned[1])
         found += _cuts(parts, part.flat, start, stop, name, value, part.start, saving)
     return found
+
+
+def _table(parts: Parts, part: Updated, name: str, value: Tensor, saving: bool) -> list[Fragment]:
+    """State of a whole parameter: all that update some of it have it, and the first saves it."""
+    (slot,) = part.flat.parts(part.start, part.stop)
+    begin = next(each.start for each in part.flat.slots if each.held is slot.held)
+    owned = part.flat.owned[0] <= begin < part.flat.owned[1]
+    if saving and (not owned or part.flat.copy or parts.topology.tp.rank):
+        return []
+    return [Fragment.whole(f"{name}/{parts.facts[slot.held.name].owner}", value)]
 
 
 def _cuts(
@@ -174,7 +188,7 @@ def _state_names(
     scalars: dict[str, dict[str, float]] = {}
     for part, state in zip(parts.optimizer.parts(), states, strict=False):
         for key, value in state.items():
-            if is_elementwise_state(value, part):
+            if is_elementwise_state(value, part) or is_whole_state(value, part):
                 names.add(key)
             elif value is not None:
                 for held, _, _ in part.flat.parts(part.start, part.stop):

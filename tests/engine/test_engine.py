@@ -274,7 +274,6 @@ WRONG = {
     "gather_budget = 1 is not built yet": {"gather_budget": 1},
     "shard_size = 2 is not built yet": {"shard_size": 2},
     "LBFGS cannot update flat pieces": {"optimizer": torch.optim.LBFGS},
-    "Adafactor is not elementwise": {"optimizer": torch.optim.Adafactor},
 }
 
 
