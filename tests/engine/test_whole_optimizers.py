@@ -20,10 +20,13 @@ from parallel3d import (
     Topology,
     VocabParallelEmbedding,
 )
+from parallel3d.build import build_engine, build_model
+from parallel3d.config import compose, settle
 from parallel3d.memory import memory, predicted
 from parallel3d.optim.lamb import Lamb
 from parallel3d.optim.muon import Muon, deal
 from parallel3d.optim.newton_schulz import orthogonal
+from parallel3d.optim.whole import WholeOptimizer
 from tests.engine.cases import (
     Tensors,
     engine,
@@ -315,6 +318,26 @@ def test_the_state_takes_the_bytes_that_were_predicted() -> None:
         8 * 2 * (11 + 10 + 10 + 60 + 30 + 10 + 60 + 10 + 1),
         8 * 2 * (110 + 600 + 300 + 2 * (60 + 10 + 1)),
     ]
+
+
+def test_the_recipe_gives_muon_what_lies_between_the_first_and_the_last_unit() -> None:
+    sizes = ["model.vocab_size=32", "model.width=16", "model.num_heads=2", "topology.dp=1"]
+    for name, keys in (("muon", ["muon"]), ("lamb", ["weight_decay"]), ("adafactor", ["d"])):
+        config = settle(compose(f"optim.name={name}", *sizes), 1, 1, 1)
+        with Topology.init() as topology:
+            made = build_engine(config, topology, build_model(config, topology, None))
+            optimizer = made.parts.optimizer
+            assert isinstance(optimizer, WholeOptimizer)
+            by_name = {each.held.name: each for each in optimizer.slices}
+            assert all(key in options for options in optimizer.options for key in keys)
+            x = torch.randint(32, (8, 16), generator=torch.Generator().manual_seed(0))
+            losses = [made.train_step(x, x).loss for _ in range(8)]
+            assert losses[-1] < losses[0]
+        if name == "muon":
+            for parameter, each in by_name.items():
+                unit = parameter.split(".")[0]
+                inner = unit not in ("0", str(len(made.parts.units) - 1)) and len(each.shape) == 2
+                assert ("momentum_buffer" in each.state) == inner, parameter
 
 
 class Cube(nn.Module):
