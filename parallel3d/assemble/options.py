@@ -69,6 +69,8 @@ class Options:
     reduce_dtype: str | None = None
     precision: str = "fp32"
     recompute: str = "none"
+    recompute_every: int = 1
+    recompute_partition: bool = False
     offload: Offload = Offload()
     tied: Sequence[Sequence[str]] | None = None
     init: Callable[[str, Tensor], object] | None = None

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..comm.host import host_axis
 from ..comm.ledger import Ledger
 from ..comm.lines import open_lines
 from ..comm.p2p import Edge, open_channels
@@ -25,6 +26,7 @@ from ..pipeline.stage import Stage, Unit
 from ..topology import Topology
 from ..zero.shards import Shards
 from .flats import flats_of, frozen_of, groups_of
+from .keeping import activations_of, check_activations
 from .model import (
     DTYPES,
     Facts,
@@ -81,6 +83,7 @@ def assemble(model: nn.Module, topology: Topology, options: Options) -> Parts:
     num_items = options.num_items or default_num_items(options.loss_fn)
     facts = facts_of(units)
     check_placements(facts)
+    check_activations(options, topology.tp.size)
     programs, cuts, costs, unit = make_plan(units, facts, topology, options)
     groups, group_of = groups_of(units, facts, options.param_groups)
     rule = rule_of(options.optimizer, groups)
@@ -89,7 +92,9 @@ def assemble(model: nn.Module, topology: Topology, options: Options) -> Parts:
     else:
         _check_rule(rule, facts, group_of, options_of(options.optimizer, groups))
     ledger = Ledger()
-    ledger.attach(topology.pp, topology.dp, topology.tp)
+    host = host_axis(topology.rank)
+    ledger.attach(topology.pp, topology.dp, topology.tp, host)
+    activations = activations_of(options, topology, host)
     home = programs.rank_of_stage
     home_of = [home[stage] for stage, (start, stop) in enumerate(cuts) for _ in range(start, stop)]
     shards = _shards(units, facts, group_of, home_of, topology, options)
@@ -97,7 +102,7 @@ def assemble(model: nn.Module, topology: Topology, options: Options) -> Parts:
         index: Stage(
             index,
             units[start:stop],
-            recompute=options.recompute == "full",
+            activations=activations,
             before=shards.before,
             after=shards.reduce,
             check=shards.check,

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from .activations import Activations
 from .segment import Segment, Unit, hand_on
 
 Deferred = tuple[nn.Parameter, Callable[[], Tensor]]
@@ -32,7 +33,7 @@ class Stage:
     Args:
         index: of the stage in the model.
         units: in order.
-        recompute: keep a unit's input only, and run its forward again in backward.
+        activations: what a unit keeps between forward and backward.
         before: called with a unit's index right before each of its forwards.
         after: called with a unit's index when a backward marked ``last`` has completed it.
         check: called with a unit's index after each of its backwards.
@@ -48,13 +49,14 @@ class Stage:
         index: int,
         units: list[Unit],
         *,
-        recompute: bool = False,
+        activations: Activations | None = None,
         before: Callable[[int], None] = _nothing,
         after: Callable[[int], None] = _nothing,
         check: Callable[[int], None] = _nothing,
         split: bool = False,
     ) -> None:
-        self.index, self.units, self.recompute = index, units, recompute
+        self.index, self.units = index, units
+        self.activations = activations or Activations()
         self.before, self.after, self.check = before, after, check
         self._kept: dict[int, list[Segment]] = {}
         self._deferred: dict[tuple[int, int], deque[Deferred]] = {}
@@ -74,6 +76,10 @@ class Stage:
         late = {layer.weight for layer in self._deferring}
         trained = {p for unit in self.units for p in unit.module.parameters() if p.requires_grad}
         return sum(p.numel() for p in trained & late), sum(p.numel() for p in trained)
+
+    def kept(self, microbatch: int) -> list[Tensor]:
+        """What a microbatch's units keep on the device besides their graphs."""
+        return [tensor for segment in self._kept[microbatch] for tensor in segment.kept()]
 
     def clear(self) -> None:
         """Forget unfinished microbatches, after an error."""
@@ -101,9 +107,9 @@ class Stage:
         kept = self._kept[microbatch] = []
         for unit in self.units:
             self.before(unit.number)
-            segment = Segment(unit, x, seed)
+            segment = self.activations.segment(unit, x, seed)
             with self._inside(unit):
-                x = segment.outline() if self.recompute else segment.forward()
+                x = segment.forward()
             kept.append(segment)
         return x
 
@@ -151,14 +157,19 @@ class Stage:
         return None
 
     def _finish(self, microbatch: int) -> Iterator[tuple[Unit, Segment]]:
-        """The units in reverse with what they kept, ready for their backward."""
+        """The units in reverse with what they kept, ready for their backward.
+
+        What one has put elsewhere begins to come back before the backward of the unit after it.
+        """
         kept = self._kept.pop(microbatch)
         for unit in reversed(self.units):
             segment = kept.pop()
-            if self.recompute:
+            for each in (segment, *kept[-1:]):
+                each.fetch()
+            if segment.repeats:
                 self.before(unit.number)
-                with self._inside(unit):
-                    segment.repeat()
+            with self._inside(unit):
+                segment.prepare()
             yield unit, segment
 
     @contextmanager

@@ -33,6 +33,11 @@ WRONG = [
     ("train.steps=0", r"train\.steps = 0 is below 1: the least is train\.steps=1"),
     ("topology.pp=null", r"topology\.pp and topology\.dp are null: at most one"),
     ("pipeline.num_microbatches=null", r"are both null: set one of them"),
+    ("recompute.mode=all", r"recompute\.mode = 'all' is not one of none, full, selective"),
+    ("recompute.every=0", r"recompute\.every = 0 is below 1: the least is recompute\.every=1"),
+    ("recompute.every=2", r"every = 2, but recompute\.mode = none repeats no unit: set"),
+    ("recompute.partition=true", r"partition = true .* that is none: set recompute\.mode=full"),
+    ("offload.activations=disk", r"offload\.activations = 'disk' is not one of none, cpu"),
 ]
 
 
@@ -46,10 +51,7 @@ NOT_BUILT = {
     "zero.stage=2": "zero.stage=1",
     "zero.stage=3": "zero.stage=1",
     "zero.shard_size=2": "zero.shard_size=null",
-    "recompute.every=2": "recompute.every=1",
-    "recompute.partition=true": "recompute.partition=false",
     "offload.optimizer=cpu": "offload.optimizer=none",
-    "offload.activations=disk": "offload.activations=none",
 }
 
 
@@ -106,6 +108,18 @@ def test_size_and_number_of_microbatches_must_agree_when_both_are_given() -> Non
     assert settle(agreed, pp=1, dp=2, tp=1).pipeline.num_microbatches == 2
     with pytest.raises(ValueError, match=r"num_microbatches = 4, but .* = 12 / \(2 \* 3\) = 2"):
         settle(compose(*both, "pipeline.num_microbatches=4"), pp=1, dp=2, tp=1)
+
+
+def test_inputs_are_cut_over_more_than_one_rank_of_tp_only() -> None:
+    read = compose("recompute.mode=full", "recompute.partition=true")
+    assert settle(read, pp=1, dp=2, tp=2).recompute.partition
+    with pytest.raises(ValueError, match=r"partition = true cuts over tp, but topology\.tp = 1: "):
+        settle(read, pp=1, dp=4, tp=1)
+
+
+def test_operations_of_compiled_units_cannot_be_chosen_from() -> None:
+    with pytest.raises(ValueError, match=r"mode = selective .* set recompute\.mode=full, or comp"):
+        compose("recompute.mode=selective", "compile=true")
 
 
 def test_heads_must_divide_over_tp() -> None:

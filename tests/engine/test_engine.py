@@ -264,7 +264,22 @@ WRONG = {
         "precision": "fp16",
         "fp16": {"windows": 5},
     },
-    "recompute = 'some' is not one of none, full": {"recompute": "some"},
+    "recompute.mode = 'some' is not one of none, full, selective": {"recompute": "some"},
+    "recompute.every = 0 is below 1": {"recompute": "full", "recompute_every": 0},
+    "recompute.every = 2, but recompute.mode = none repeats no unit": {"recompute_every": 2},
+    "recompute.mode = full keeps, but that is none: set": {"recompute_partition": True},
+    "recompute.mode = full keeps, but that is selective: set": {
+        "recompute": "selective",
+        "recompute_partition": True,
+    },
+    "recompute.partition = true cuts over tp, but topology.tp = 1": {
+        "recompute": "full",
+        "recompute_partition": True,
+    },
+    "recompute.mode = selective .* a compiled unit hides": {
+        "recompute": "selective",
+        "compile": True,
+    },
     "max_grad_norm = 0 must be above 0": {"max_grad_norm": 0},
     "offload = 'cpu' is not a mapping": {"offload": "cpu"},
     "offload.optimiser is not a key; did you mean offload.optimizer": {

@@ -39,7 +39,7 @@ WRONG = {
     "precision=fp9": r"precision = 'fp9' is not one of fp32, bf16, fp16, fp64",
     "fp16.window=0": r"fp16\.window = 0 is below 1: the least is fp16\.window=1",
     "fp16.scale=128": r"fp16\.scale = 128\.0 is of precision=fp16, but precision = fp32: .* null",
-    "recompute.mode=some": r"recompute\.mode = 'some' is not one of none, full",
+    "recompute.mode=some": r"recompute\.mode = 'some' is not one of none, full, selective",
     "offload.optimizer=cpu": r"offload\.optimizer = cpu is not built yet: .*=none",
     "deepspeed=ds.json": r"deepspeed = 'ds\.json' cannot be read .*path of a JSON",
     "model=gpt_tinny": r"model = 'gpt_tinny' is not one of .*did you mean model=gpt_tiny\?",
