@@ -86,11 +86,7 @@ def assemble(model: nn.Module, topology: Topology, options: Options) -> Parts:
     check_activations(options, topology.tp.size)
     programs, cuts, costs, unit = make_plan(units, facts, topology, options)
     groups, group_of = groups_of(units, facts, options.param_groups)
-    rule = rule_of(options.optimizer, groups)
-    if rule is None:
-        check_elementwise(options.optimizer, groups, topology.device)
-    else:
-        _check_rule(rule, facts, group_of, options_of(options.optimizer, groups))
+    rule = _checked_rule(options, facts, groups, group_of, topology)
     ledger = Ledger()
     host = host_axis(topology.rank)
     ledger.attach(topology.pp, topology.dp, topology.tp, host)
@@ -132,12 +128,25 @@ def assemble(model: nn.Module, topology: Topology, options: Options) -> Parts:
     )
 
 
-def _check_rule(
-    rule: Rule, facts: dict[str, Facts], group_of: dict[str, int], options: list[Group]
-) -> None:
-    """Refuse parameters that an optimizer cannot update, whichever rank holds them."""
+def _checked_rule(
+    options: Options,
+    facts: dict[str, Facts],
+    groups: list[Group],
+    group_of: dict[str, int],
+    topology: Topology,
+) -> Rule | None:
+    """The rule of an optimizer that is not elementwise; None for one that is.
+
+    Refuses any other, and parameters that it cannot update, whichever rank holds them.
+    """
+    rule = rule_of(options.optimizer, groups)
+    if rule is None:
+        check_elementwise(options.optimizer, groups, topology.device)
+        return None
+    whole = options_of(options.optimizer, groups)
     for name, group in group_of.items():
-        rule.check(name, facts[name].shape, options[group])
+        rule.check(name, facts[name].shape, whole[group])
+    return rule
 
 
 def _optimizer(

@@ -25,7 +25,7 @@ def optimizer_class(optim: Optim) -> Callable[..., torch.optim.Optimizer]:
     """
     if optim._target_ is not None:
         return locate(optim._target_, "optim._target_")
-    classes = {
+    classes: dict[str, Callable[..., torch.optim.Optimizer]] = {
         name.lower(): found
         for name, found in vars(torch.optim).items()
         if isinstance(found, type) and issubclass(found, torch.optim.Optimizer)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,9 +57,10 @@ class Muon(Unbound):
         muon: bool | None = None,
     ) -> None:
         matrix = [torch.nn.Parameter(torch.zeros(1, 1))]
-        options = {"lr": lr, "weight_decay": weight_decay}
-        of_muon = {"momentum": momentum, "nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn}
-        of_muon |= {"ns_coefficients": ns_coefficients, "ns_steps": ns_steps}
+        options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
+        of_muon: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov}
+        of_muon |= {"adjust_lr_fn": adjust_lr_fn, "ns_steps": ns_steps}
+        of_muon["ns_coefficients"] = ns_coefficients
         torch.optim.Muon(matrix, eps=ns_eps, **options, **of_muon)
         torch.optim.AdamW(matrix, betas=betas, eps=eps, **options)
         of_adamw = {"betas": betas, "eps": eps, "muon": muon}
@@ -245,6 +247,6 @@ def _assembled(each: Slice, parts: Sequence[Tensor]) -> Tensor:
 
 def _orthogonal(matrix: Tensor, each: Slice, step: Update) -> Tensor:
     options = step.of(each)
-    eps = options.get("ns_eps", options["eps"])  # torch's own Muon has one eps
+    eps = options["ns_eps" if "ns_eps" in options else "eps"]  # torch's own Muon has one eps
     made = orthogonal(matrix, options["ns_coefficients"], options["ns_steps"], eps)
     return made.to(matrix.dtype)

@@ -26,4 +26,4 @@ def rule_of(make: Make, groups: Sequence[Options]) -> Rule | None:
     options = groups[0] if groups else {}
     optimizer = make([{**options, "params": [nn.Parameter(torch.zeros(1, 1))]}])
     rule = RULES.get(type(optimizer))
-    return rule and rule()
+    return None if rule is None else rule()
