@@ -30,7 +30,7 @@ from tests.engine.cases import (
 from tests.engine.test_precision_faults import Fragile, state_of
 from tests.world import run_on
 
-ZEROS = (0, 1)
+ZEROS = (0, 1, 2, 3)
 fp16 = partial(engine, precision="fp16", optimizer=SGD, num_microbatches=4)
 
 

@@ -92,7 +92,7 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "muon": (partial(Muon, **MUON), partial(PlainMuon, **MUON)),
 }
 NAMES = list(OPTIMIZERS)
-ZEROS = (0, 1)
+ZEROS = (0, 1, 2, 3)
 
 
 def trained(topology: Topology, name: str, **options: Any) -> tuple[Tensors, Any, Tensors]:
