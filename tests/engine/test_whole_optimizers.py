@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,93 +11,40 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d import (
-    ColumnParallelLinear,
     Engine,
     Grid,
-    RowParallelLinear,
     Topology,
-    VocabParallelEmbedding,
 )
-from parallel3d.build import build_engine, build_model
-from parallel3d.config import compose, settle
 from parallel3d.memory import memory, predicted
-from parallel3d.optim.lamb import Lamb
-from parallel3d.optim.muon import Muon, deal
-from parallel3d.optim.newton_schulz import orthogonal
-from parallel3d.optim.whole import WholeOptimizer
 from tests.engine.cases import (
     Tensors,
     engine,
     error,
     plain,
     same,
-    share,
     train,
     train_plainly,
 )
+from tests.engine.whole_cases import (
+    NAMES,
+    OPTIMIZERS,
+    STEPS,
+    ZEROS,
+    ragged,
+    ragged_batch,
+    ragged_engine,
+    ragged_steps,
+)
 from tests.world import run_on
-
-STEPS = 5
-LAMB: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}
-MUON: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
-MUON |= {"adjust_lr_fn": "match_rms_adamw"}
-ADAFACTOR: dict[str, Any] = {"lr": 0.03, "weight_decay": 0.1, "d": 1.5}
-
-
-class PlainLamb(torch.optim.Optimizer):
-    """You et al. (2020), algorithm 2, over whole parameters."""
-
-    def __init__(self, params: Any, **options: Any) -> None:
-        super().__init__(params, options)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            (beta1, beta2), lr = group["betas"], group["lr"]
-            for w in group["params"]:
-                s = self.state[w]
-                t = s["t"] = s.get("t", 0) + 1
-                s["m"] = beta1 * s.get("m", 0.0) + (1 - beta1) * w.grad
-                s["v"] = beta2 * s.get("v", 0.0) + (1 - beta2) * w.grad**2
-                m, v = s["m"] / (1 - beta1**t), s["v"] / (1 - beta2**t)
-                u = m / (v.sqrt() + group["eps"]) + group["weight_decay"] * w
-                ratio = (w.norm() / u.norm()).item() if w.norm() > 0 and u.norm() > 0 else 1.0
-                w -= lr * ratio * u
-
-
-class PlainMuon(torch.optim.Optimizer):
-    """torch's own over matrices, torch's AdamW over the rest."""
-
-    def __init__(self, params: Any, **options: Any) -> None:
-        held = list(params)
-        super().__init__(held, options)
-        shared = {key: options[key] for key in ("lr", "weight_decay")}
-        rest = {key: options[key] for key in ("betas", "eps")}
-        matrices = {key: options[key] for key in options.keys() - rest}
-        self.inner = [
-            torch.optim.Muon([p for p in held if p.ndim == 2], **matrices),
-            torch.optim.AdamW([p for p in held if p.ndim != 2], **shared, **rest),
-        ]
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for inner in self.inner:
-            inner.step()
-
-
-OPTIMIZERS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "lamb": (partial(Lamb, **LAMB), partial(PlainLamb, **LAMB)),
-    "adafactor": (partial(torch.optim.Adafactor, **ADAFACTOR),) * 2,
-    "muon": (partial(Muon, **MUON), partial(PlainMuon, **MUON)),
-}
-NAMES = list(OPTIMIZERS)
-ZEROS = (0, 1, 2, 3)
 
 
 def trained(topology: Topology, name: str, **options: Any) -> tuple[Tensors, Any, Tensors]:
     """Initial values, losses and weights, the same at every ZeRO stage."""
     found = []
     for zero in ZEROS:
-        mine = engine(topology, optimizer=OPTIMIZERS[name][0], zero=zero, **options)
+        mine = engine(
+            topology, optimizer=OPTIMIZERS[name][0], zero=zero, zero_reduce="last", **options
+        )
         initial = mine.state_dict_whole()
         found.append((initial, train(mine, STEPS), mine.state_dict_whole()))
     for _, losses, weights in found[1:]:
@@ -120,47 +65,21 @@ def test_any_layout_does_what_plain_pytorch_does(layout: str) -> None:
         assert error(weights, dict(model.state_dict())) < 1e-10, name
 
 
-class Ragged(nn.Module):
-    """x [.., 10] -> x + row(column(x)): rows of 10 and 30 end nowhere near a shard's border."""
-
-    def __init__(self, topology: Topology | None) -> None:
-        super().__init__()
-        if topology is None:
-            self.table: nn.Module = nn.Embedding(11, 10)
-            self.up: nn.Module = nn.Linear(10, 60)
-            self.down: nn.Module = nn.Linear(30, 10)
-        else:
-            axis = topology.tp
-            self.table = VocabParallelEmbedding(11, 10, axis=axis)
-            self.up = ColumnParallelLinear(10, 60, axis=axis, blocks=2, gather_output=True)
-            self.down = RowParallelLinear(30, 10, axis=axis, input_is_parallel=False)
-        self.scale = nn.Parameter(torch.ones(1))
-
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.scale)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.up(x + self.table(x.argmax(-1))).chunk(2, -1)
-        return x + self.scale * self.down(torch.tanh(gate) * up)
+def hybrid(topology: Topology) -> dict[str, Tensors]:
+    """Shards over two ranks, twice; a reduction in each microbatch."""
+    found = {}
+    for name in NAMES:
+        shard_size = 2 if topology.dp.size == 4 else None
+        mine = ragged_engine(topology, name, zero=3, zero_reduce="each", shard_size=shard_size)
+        ragged_steps(mine, range(3))
+        found[name] = mine.state_dict_whole()
+    return found
 
 
-def ragged(topology: Topology | None) -> nn.Sequential:
-    with torch.device("cpu" if topology is None else "meta"):
-        return nn.Sequential(*[Ragged(topology) for _ in range(2)])
-
-
-def ragged_batch(step: int) -> tuple[Tensor, Tensor]:
-    x, target = torch.randn(2, 12, 10, generator=torch.Generator().manual_seed(step)).double()
-    return x, target
-
-
-def ragged_engine(topology: Topology, name: str, **options: Any) -> Engine:
-    options = {"max_grad_norm": 0.7, "lr_schedule": lambda step: 1 / (step + 1), **options}
-    return engine(topology, ragged(topology), optimizer=OPTIMIZERS[name][0], **options)
-
-
-def ragged_steps(mine: Engine, steps: range) -> list[Any]:
-    return [mine.train_step(*share(mine.topology, *ragged_batch(step))) for step in steps]
+def test_shards_over_part_of_the_ranks_change_nothing() -> None:
+    one, four = (run_on(grid, hybrid)[0] for grid in (Grid(), Grid(dp=4)))
+    for name in NAMES:
+        assert error(four[name], one[name]) < 1e-12, name
 
 
 def trained_ragged(topology: Topology) -> dict[str, Any]:
@@ -171,7 +90,8 @@ def trained_ragged(topology: Topology) -> dict[str, Any]:
             mine = ragged_engine(topology, name, zero=zero)
             initial = mine.state_dict_whole()
             every.append((initial, ragged_steps(mine, range(3)), mine.state_dict_whole()))
-        assert every[0][1] == every[1][1] and same(every[0][2], every[1][2])
+        for other in every[1:]:
+            assert every[0][1] == other[1] and same(every[0][2], other[2])
         found[name] = every[0]
     return found
 
@@ -318,97 +238,3 @@ def test_the_state_takes_the_bytes_that_were_predicted() -> None:
         8 * 2 * (11 + 10 + 10 + 60 + 30 + 10 + 60 + 10 + 1),
         8 * 2 * (110 + 600 + 300 + 2 * (60 + 10 + 1)),
     ]
-
-
-def test_the_recipe_gives_muon_what_lies_between_the_first_and_the_last_unit() -> None:
-    sizes = ["model.vocab_size=32", "model.width=16", "model.num_heads=2", "topology.dp=1"]
-    for name, keys in (("muon", ["muon"]), ("lamb", ["weight_decay"]), ("adafactor", ["d"])):
-        config = settle(compose(f"optim.name={name}", *sizes), 1, 1, 1)
-        with Topology.init() as topology:
-            made = build_engine(config, topology, build_model(config, topology, None))
-            optimizer = made.parts.optimizer
-            assert isinstance(optimizer, WholeOptimizer)
-            by_name = {each.held.name: each for each in optimizer.slices}
-            assert all(key in options for options in optimizer.options for key in keys)
-            x = torch.randint(32, (8, 16), generator=torch.Generator().manual_seed(0))
-            losses = [made.train_step(x, x).loss for _ in range(8)]
-            assert losses[-1] < losses[0]
-        if name == "muon":
-            for parameter, each in by_name.items():
-                unit = parameter.split(".")[0]
-                inner = unit not in ("0", str(len(made.parts.units) - 1)) and len(each.shape) == 2
-                assert ("momentum_buffer" in each.state) == inner, parameter
-
-
-class Cube(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(2, 2, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
-REFUSED: list[tuple[str, Any, Any]] = [
-    (
-        r"0\.weight has shape \[2, 2, 2\]: Adafactor is built for .* two dims",
-        torch.optim.Adafactor,
-        None,
-    ),
-    (r"0\.weight has shape \[2, 2, 2\], but Muon .*: use parallel3d", torch.optim.Muon, None),
-    (
-        r"0\.weight has shape \[2, 2, 2\], but Muon .*: leave its group's muon None",
-        Muon,
-        lambda name, parameter: {"muon": True},
-    ),
-    (r"Lamb\(lr=-1.*none is negative", partial(Lamb, lr=-1), None),
-    (r"adjust_lr_fn|Adjust learning rate", partial(Muon, adjust_lr_fn="mine"), None),
-]
-
-
-@pytest.mark.parametrize(("message", "optimizer", "groups"), REFUSED)
-def test_what_a_rule_cannot_do_is_refused_by_name(
-    message: str, optimizer: Any, groups: Any
-) -> None:
-    with Topology.init() as topology, pytest.raises(ValueError, match=message):
-        engine(topology, nn.Sequential(Cube()), optimizer=optimizer, param_groups=groups)
-
-
-def test_lamb_and_muon_take_no_step_of_their_own() -> None:
-    for kind in (Lamb, Muon):
-        with pytest.raises(RuntimeError, match="inside parallel3d.Engine only"):
-            kind([nn.Parameter(torch.zeros(2, 2))]).step()
-
-
-def test_torchs_own_muon_trains_matrices() -> None:
-    with Topology.init() as topology, torch.device("cpu"):
-        torch.manual_seed(0)
-        model = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(2)]).double()
-        twin = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(2)]).double()
-        twin.load_state_dict(model.state_dict())
-        make = partial(torch.optim.Muon, lr=0.05)
-        mine = engine(topology, model, optimizer=make)
-        train(mine, 3)
-        train_plainly(twin, 3, make)
-        assert error(mine.state_dict_whole(), dict(twin.state_dict())) < 1e-12
-
-
-def test_matrices_are_dealt_out_evenly() -> None:
-    assert deal([5, 1, 1, 1, 2], 2) == [0, 1, 1, 1, 1]
-    assert deal([1.0] * 5, 1) == [0] * 5
-    assert sorted(deal([1.0] * 8, 4)) == [0, 0, 1, 1, 2, 2, 3, 3]
-
-
-@pytest.mark.parametrize("shape", [(5, 9), (9, 5), (6, 6)])
-def test_the_iteration_has_the_bits_of_torchs(shape: tuple[int, int]) -> None:
-    parameter = nn.Parameter(torch.zeros(shape))
-    gradient = torch.randn(shape, generator=torch.Generator().manual_seed(3))
-    optimizer = torch.optim.Muon(
-        [parameter], lr=1.0, momentum=0.0, nesterov=False, adjust_lr_fn="original"
-    )
-    parameter.grad = gradient
-    optimizer.step()
-    group = optimizer.param_groups[0]
-    made = orthogonal(gradient, group["ns_coefficients"], group["ns_steps"], group["eps"])
-    ratio = max(1, shape[0] / shape[1]) ** 0.5
-    assert torch.equal(parameter.detach(), torch.zeros(shape).add_(made, alpha=-ratio))
