@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -90,6 +91,8 @@ def build_engine(config: Config, topology: Topology, model: nn.Module, data: Any
         zero_reduce=config.zero.reduce,
         precision=config.precision,
         recompute=config.recompute.mode,
+        offload=asdict(config.offload),
+        state_dtype=optim.state_dtype,
         max_grad_norm=config.train.max_grad_norm or None,
         max_bad_steps=config.train.max_bad_steps or None,
         compile=config.compile,

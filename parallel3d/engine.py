@@ -111,6 +111,7 @@ class Engine:
         precision: str = "fp32",
         recompute: str = "none",
         offload: Offload | Mapping[str, Any] | None = None,
+        state_dtype: str | None = None,
         tied: Sequence[Sequence[str]] | None = None,
         max_grad_norm: float | None = None,
         max_bad_steps: int | None = None,
@@ -324,7 +325,7 @@ def _refuse(**options: Any) -> None:
 
 
 def _refuse_offload(asked: Offload) -> None:
-    for name in ("optimizer", "parameters", "activations"):
+    for name in ("parameters", "activations"):
         if getattr(asked, name) != "none":
             raise ValueError(
                 f"offload.{name} = {getattr(asked, name)} is not built yet: leave it none"

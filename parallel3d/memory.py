@@ -18,7 +18,10 @@ class Memory(NamedTuple):
 
 
 def memory(parts: Parts) -> Memory:
-    """Count the storages; the optimizer's state appears with its first step."""
+    """Count the storages; the optimizer's state appears with its first step.
+
+    What lives in the host's memory instead of the device's, or on disk, is not counted.
+    """
     flats = parts.shards.all()
     held = [flat.data for flat in flats if flat.of is None]
     frozen = {
@@ -27,25 +30,26 @@ def memory(parts: Parts) -> Memory:
         for parameter in unit.module.parameters()
         if not parameter.requires_grad
     }
-    masters = [f.master for f in parts.shards.trained() if f.master.dtype != f.data.dtype]
-    states = [
-        value
-        for state in parts.optimizer.states()
-        for value in state.values()
-        if isinstance(value, Tensor)
-    ]
     return Memory(
-        _bytes([*held, *frozen]), _bytes([flat.grad for flat in flats]), _bytes([*masters, *states])
+        _bytes([*held, *frozen]), _bytes([flat.grad for flat in flats]), _bytes(_optimizer(parts))
     )
 
 
 def predicted(parts: Parts) -> Memory:
     """What ``memory`` will count once the optimizer has made its state."""
     now = memory(parts)
-    made = any(parts.optimizer.states())
+    made = parts.shards.host is not None or any(parts.optimizer.states())
     return (
         now if made else now._replace(optimizer=now.optimizer + parts.optimizer.predicted_bytes())
     )
+
+
+def _optimizer(parts: Parts) -> list[Tensor]:
+    if parts.shards.host is not None:
+        return []
+    states = [value for state in parts.optimizer.states() for value in state.values()]
+    masters = [f.master for f in parts.shards.trained() if f.master.dtype != f.data.dtype]
+    return [*masters, *(value for value in states if isinstance(value, Tensor))]
 
 
 def _bytes(tensors: list[Tensor]) -> int:

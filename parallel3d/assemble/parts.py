@@ -13,7 +13,6 @@ from ..comm.lines import open_lines
 from ..comm.p2p import Edge, open_channels
 from ..optim.norm import NormSlots
 from ..optim.optimizer import ShardedOptimizer
-from ..optim.probe import check_elementwise
 from ..pipeline.border import Border
 from ..pipeline.costs import Costs
 from ..pipeline.criterion import SumLoss, as_sum, default_num_items
@@ -36,6 +35,7 @@ from .options import Options
 from .plan import make_plan
 from .programs import Programs
 from .ties import check_placements, fixed_of, share_values, shared_by, tie_by_name, ties_of
+from .update import check_optimizer, make_optimizer
 
 
 @dataclass
@@ -79,7 +79,7 @@ def assemble(model: nn.Module, topology: Topology, options: Options) -> Parts:
     check_placements(facts)
     programs, cuts, costs, unit = make_plan(units, facts, topology, options)
     groups, group_of = groups_of(units, facts, options.param_groups)
-    check_elementwise(options.optimizer, groups, topology.device)
+    check_optimizer(options, groups, topology.device)
     ledger = Ledger()
     ledger.attach(topology.pp, topology.dp, topology.tp)
     home = programs.rank_of_stage
@@ -112,7 +112,7 @@ def assemble(model: nn.Module, topology: Topology, options: Options) -> Parts:
         programs,
         shards,
         NormSlots(placed, shards.trained(), topology.tp, topology.dp),
-        ShardedOptimizer(options.optimizer, shards.trained(), groups, options.lr_schedule),
+        make_optimizer(shards, groups, topology, options, ledger),
         SumLoss(loss_fn),
         num_items,
         ledger,

@@ -10,6 +10,7 @@ ZeroReduce = Literal["each", "last"]
 Partition = Literal["uniform", "parameters", "flops", "measure"]
 RecomputeMode = Literal["none", "full"]
 OffloadTo = Literal["none", "cpu", "disk"]
+StateDtype = Literal["bf16"]
 LrSchedule = Literal["constant", "linear", "cosine", "wsd"]
 WandbMode = Literal["online", "offline", "disabled"]
 ScheduleName = Literal[
@@ -24,10 +25,8 @@ BUILT: dict[str, tuple[Any, ...]] = {
     "recompute.mode": ("none", "full"),
     "recompute.every": (1,),
     "recompute.partition": (False,),
-    "offload.optimizer": ("none",),
     "offload.parameters": ("none",),
     "offload.activations": ("none",),
-    "offload.path": (None,),
     "deepspeed": (None,),
 }
 """The values that work, by key; the last one is the nearest to a value that does not."""

@@ -58,7 +58,7 @@ def check(config: Config) -> None:
         value = get(config, key)
         if value is not None and value < least:
             raise ValueError(f"{key} = {value} is below {least}: the least is {key}={least}")
-    for rule in (_degrees, _names, _schedule, _optim, _targets, _sequence, _microbatches):
+    for rule in (_degrees, _names, _schedule, _optim, _offload, _targets, _sequence, _microbatches):
         rule(config)
     for key in options.BUILT:
         options.require_built(key, get(config, key))
@@ -179,6 +179,20 @@ def _optim(config: Config) -> None:
             f"as a share of optim.lr"
         )
     check_optimizer(optim)
+
+
+def _offload(config: Config) -> None:
+    to, path = config.offload.optimizer, config.offload.path
+    if to == "disk" and path is None:
+        raise ValueError(
+            "offload.optimizer = disk, but offload.path is null: set it to a folder on a local "
+            "disk, or offload.optimizer=cpu"
+        )
+    if to != "disk" and path is not None:
+        raise ValueError(
+            f"offload.path = {path}, but nothing goes to disk: set offload.optimizer=disk, or "
+            f"offload.path=null"
+        )
 
 
 def _targets(config: Config) -> None:

@@ -7,7 +7,7 @@ differently, so other borders would change bits with the layout.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -81,7 +81,23 @@ class Flat:
         self.data: Tensor
         self.master: Tensor
         self.data, self.master = (of.data, of.master) if of else self._values(dtype, device)
+        self.coming: Callable[[], None] | None = None
         self._adopt()
+
+    def move_master(self, to: Tensor) -> None:
+        """Keep the masters in other memory from now on, apart from the values."""
+        self.master = to.copy_(self.master)
+
+    def arrive(self) -> bool:
+        """Wait for an update that is made on the host, if one is under way; whether it was.
+
+        What it read may then be written, and the values that it made may be read.
+        """
+        if self.coming is None:
+            return False
+        self.coming()
+        self.coming = None
+        return True
 
     def _values(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         """The parameters' values in ``dtype``, and wide ones of what is updated."""

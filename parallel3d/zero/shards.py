@@ -9,7 +9,8 @@ Per rank and step either sends ``2 n (d - 1) / d`` elements for ``n`` on ``d`` r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -17,6 +18,7 @@ from ..comm.collectives import Pending, start_all_gather, start_reduce_scatter
 from ..topology import Axis
 from .flat import Flat
 from .ties import Tie, Ties
+from .updates import HostUpdates
 
 
 class Shards:
@@ -43,6 +45,7 @@ class Shards:
         self.flats, self.axis, self.stage, self.frozen = flats, axis, stage, frozen or {}
         self.ties, self.fixed = Ties(ties), fixed or {}
         self._note_versions()
+        self.host: HostUpdates | None = None
         self._reducing: dict[Flat, Pending] = {}
         self._gathering: dict[int, list[Pending]] = {}
 
@@ -56,6 +59,10 @@ class Shards:
 
     def before(self, unit: int) -> None:
         """Called before each forward of a unit: its parameters are there when this returns."""
+        for flat in self.flats.get(unit, ()):
+            if flat.arrive():
+                flat.grad.zero_()
+                self._gather(flat, unit)
         for pending in self._gathering.pop(unit, ()):
             pending.wait()
 
@@ -116,19 +123,29 @@ class Shards:
         self._note_versions()
         for unit in sorted(self.flats):
             for flat in self.flats[unit]:
-                if flat.of is not None:
+                if flat.of is not None or flat.coming is not None:
                     continue
                 part = flat.data[slice(*flat.updated)]
-                if part.data_ptr() != flat.master.data_ptr():
+                if self.host is not None:
+                    self.host.publish(flat)
+                elif part.data_ptr() != flat.master.data_ptr():
                     part.copy_(flat.master)
-                if self.stage > 0:
-                    pending = start_all_gather(part, flat.data, self.axis, tag=f"unit {unit}")
-                    self._gathering.setdefault(unit, []).append(pending)
+                self._gather(flat, unit)
+
+    def _gather(self, flat: Flat, unit: int) -> None:
+        if self.stage > 0:
+            part = flat.data[slice(*flat.updated)]
+            pending = start_all_gather(part, flat.data, self.axis, tag=f"unit {unit}")
+            self._gathering.setdefault(unit, []).append(pending)
 
     def settle(self) -> None:
         """Wait for every gather, so that all parameters may be read."""
-        for unit in list(self._gathering):
+        for unit in sorted(self.flats):
             self.before(unit)
+
+    def let_go(self, flat: Flat) -> Callable[[], None]:
+        """What to call when its masters and their state have been looked at."""
+        return (lambda: None) if self.host is None else partial(self.host.let_go, flat)
 
     def _note_versions(self) -> None:
         found = [pair for unit in self.fixed for pair in self.fixed[unit]]
@@ -137,4 +154,5 @@ class Shards:
     def zero_gradients(self) -> None:
         """Set every gradient to zero, in place."""
         for flat in self.all():
-            flat.grad.zero_()
+            if flat.coming is None:  # or else it is still read, and set to zero when it arrives
+                flat.grad.zero_()

@@ -43,7 +43,7 @@ NOT_BUILT = {
     "precision=fp16": "precision=bf16",
     "recompute.every=2": "recompute.every=1",
     "recompute.partition=true": "recompute.partition=false",
-    "offload.optimizer=cpu": "offload.optimizer=none",
+    "offload.parameters=cpu": "offload.parameters=none",
     "offload.activations=disk": "offload.activations=none",
     "deepspeed=ds.json": "deepspeed=null",
 }
