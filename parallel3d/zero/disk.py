@@ -11,6 +11,7 @@ folder whose lock is free was left by one that was killed, and the next run remo
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -76,20 +77,10 @@ class DiskStore(Store):
         if size == 0:
             return super()._block(unit, size)
         path = self.folder / f"unit-{unit:05d}.bin"
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            os.posix_fallocate(handle, 0, size)
-        except OSError as error:
-            os.close(handle)
-            free = shutil.disk_usage(self.folder).free
-            raise OSError(
-                error.errno,
-                f"{os.strerror(error.errno or 0)}: {path} needs {size:,} bytes and the disk has "
-                f"{free:,} left: set offload.path to a larger disk, or offload.optimizer=cpu",
-            ) from error
+        handle = _allocate(path, size)
+        weakref.finalize(self, os.close, handle)
         mapped = mmap.mmap(handle, size)
         self._files[unit] = (handle, mapped)
-        weakref.finalize(self, os.close, handle)
         return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
@@ -114,6 +105,28 @@ def _claim(path: Path, rank: int) -> tuple[Path, int]:
     fcntl.flock(handle, fcntl.LOCK_EX)
     hidden.rename(folder)
     return folder, handle
+
+
+def _allocate(path: Path, size: int) -> int:
+    """A new file of this size, with all its blocks; the open handle."""
+    free = shutil.disk_usage(path.parent).free
+    try:
+        if free < size:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.posix_fallocate(handle, 0, size)
+        except OSError:
+            os.close(handle)
+            path.unlink()
+            raise
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"{error.strerror}: {path} needs {size:,} bytes and the disk has {free:,} left: set "
+            f"offload.path to a larger disk, or offload.optimizer=cpu",
+        ) from error
+    return handle
 
 
 def _remove(folder: Path, lock: int, process: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from parallel3d import Engine, Grid, Topology
 from tests.engine import state_cases
@@ -27,7 +27,7 @@ def places(folder: Path) -> list[dict[str, str]]:
     return [{"optimizer": "cpu"}, {"optimizer": "disk", "path": str(folder)}]
 
 
-def made(topology: Topology, **options: Any) -> Engine:
+def made(topology: Topology, model: nn.Sequential | None = None, **options: Any) -> Engine:
     """Two groups, a schedule of the rate, and clipping."""
     defaults = {
         "optimizer": ADAMW,
@@ -35,7 +35,7 @@ def made(topology: Topology, **options: Any) -> Engine:
         "lr_schedule": lambda step: 1 / (1 + step),
         "max_grad_norm": 0.5,
     }
-    return engine(topology, **{**defaults, **options})
+    return engine(topology, model, **{**defaults, **options})
 
 
 def run_of(of: Engine) -> Any:
@@ -233,7 +233,7 @@ def test_an_evaluation_and_a_step_that_failed_come_while_the_update_goes_on(
     def fails(output: Tensor, target: Tensor) -> Tensor:
         if target.isnan().any():
             raise RuntimeError("no such target")
-        return torch.nn.functional.mse_loss(output, target, reduction="sum")
+        return nn.functional.mse_loss(output, target, reduction="sum")
 
     with Topology.init() as topology:
         twin = made(topology)
@@ -268,7 +268,7 @@ def test_an_error_in_an_update_is_raised_where_the_unit_is_needed() -> None:
 
 
 def test_offload_on_a_rank_that_trains_nothing() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH)).requires_grad_(False)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH)).requires_grad_(False)
     with Topology.init() as topology:
         mine = engine(topology, model.double(), offload={"optimizer": "cpu"})
         assert train(mine, 2)[0][1] == 0.0
