@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from .assemble import Offload, Options, assemble
+from .assemble.model import DTYPES
 from .assemble.state import load_state, save_state, whole_state
 from .batch import Batch, check_same, shapes_of, split, to_device
 from .comm.collectives import Pending, all_reduce, broadcast, start_all_reduce
 from .optim.norm import clip, clip_coefficient
+from .optim.scaler import LossScaler
 from .pipeline.actions import Program
 from .pipeline.runtime import Step
 from .rng import seed_of
@@ -63,9 +65,20 @@ class Engine:
         memory_limit: bytes of activations that a rank may keep; None for no limit.
         sample: one microbatch ``(x, target)``, for what looks at the units' costs: ``auto``,
             ``flops``, ``measure`` and ``memory_limit``.
-        zero: 0 (everything whole) or 1 (optimizer state sharded over dp).
-        zero_reduce, gather_budget, shard_size: of features to come.
-        precision: ``fp32``, ``bf16`` (fp32 masters and gradients), ``fp64``.
+        zero: what is sharded over dp: 0 nothing, 1 the optimizer's state, 2 also gradients, 3 also
+            parameters, which are gathered around their uses.
+        zero_reduce: of stages 2 and 3: sum gradients over dp in ``each`` microbatch, or in the
+            ``last`` only, for which they are kept whole until then. 0 and 1 do so once a step.
+        gather_budget: of stage 3: bytes of parameters that may be gathered at once, beyond which
+            only what one unit needs; None for 2**28.
+        shard_size: shard over so many neighbours of a dp rank, the others have replicas (FSDP
+            calls it hybrid); it divides dp. None for all of dp.
+        reduce_dtype: ``bf16`` or ``fp16``: gradients are summed over dp from values rounded to
+            it, and half the bytes are sent; ``fp32``, or None for the gradients' own.
+        precision: ``fp32``, ``bf16`` or ``fp16`` (fp32 masters and gradients), ``fp64``.
+        fp16: how the loss of ``fp16`` is scaled, see ``optim.scaler.LossScaler``:
+            ``{"initial_scale": 65536, "window": 1000, "hysteresis": 2, "min_scale": 1, "scale":
+            None}`` or part of it; ``scale`` is a fixed one.
         recompute: ``none``, or ``full``: units keep their input only.
         offload: what leaves the device, ``{"optimizer": "none", "parameters": "none",
             "activations": "none", "path": None}`` or part of it; None for nothing.
@@ -74,7 +87,8 @@ class Engine:
             order gives its name, values and optimizer group.
         max_grad_norm: clip the gradients to this norm.
         max_bad_steps: the last of so many steps in a row with a loss or gradient that is not
-            finite raises RuntimeError. Each such step is skipped on all ranks together.
+            finite raises RuntimeError. Each such step is skipped on all ranks together. A gradient
+            that overflows in ``fp16`` while its scale can still fall is not counted.
         init: ``init(name, tensor)`` fills every parameter, given whole in fp32, in place.
         compile: compile each unit for itself.
         timeout: seconds that a rank may be at one thing, a wait or a computation; then all end,
@@ -108,7 +122,9 @@ class Engine:
         zero_reduce: str = "each",
         gather_budget: int | None = None,
         shard_size: int | None = None,
+        reduce_dtype: str | None = None,
         precision: str = "fp32",
+        fp16: Mapping[str, Any] | None = None,
         recompute: str = "none",
         offload: Offload | Mapping[str, Any] | None = None,
         state_dtype: str | None = None,
@@ -121,10 +137,11 @@ class Engine:
         seed: int = 0,
     ) -> None:
         given = dict(locals())
-        _check(zero, zero_reduce, precision, recompute, max_grad_norm)
+        _check(reduce_dtype, precision, recompute, max_grad_norm)
+        _check_zero(zero, zero_reduce, gather_budget, shard_size, topology.dp.size)
         given["offload"] = offloaded = Offload.of(offload)
-        _refuse(gather_budget=gather_budget, shard_size=shard_size)
         _refuse_offload(offloaded)
+        self.scaler = LossScaler.of(precision, fp16)
         options = Options(**{each.name: given[each.name] for each in fields(Options)})
         self.topology, self.seed = topology, seed
         self.max_grad_norm, self.max_bad_steps = max_grad_norm, max_bad_steps
@@ -135,9 +152,12 @@ class Engine:
         self.step, self.bad_steps = 0, 0
         self._checked = False
         self._known: set[tuple[bool, int]] = set()
-        self._dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}[
-            precision
-        ]
+        self._dtype = DTYPES[precision]
+
+    @property
+    def loss_scale(self) -> float:
+        """What the next step's loss will be multiplied by for its backward; 1 but in fp16."""
+        return 1.0 if self.scaler is None else self.scaler.scale
 
     @watched("a training step")
     def train_step(self, x: Any, target: Any = None) -> StepResult:
@@ -153,7 +173,7 @@ class Engine:
             check_same(batch, self.topology)
             self._checked = True
         items = self._count(batch)
-        self.parts.criterion.begin(batch.targets, lambda: _inverse(items.wait()))
+        self.parts.criterion.begin(batch.targets, lambda: self._factor(items.wait()))
         try:
             self._run(batch, training=True)
         except BaseException:
@@ -189,7 +209,12 @@ class Engine:
 
         ``meta`` is kept beside it, as JSON.
         """
-        counters = {"step": self.step, "bad_steps": self.bad_steps, "seed": self.seed}
+        counters = {
+            "step": self.step,
+            "bad_steps": self.bad_steps,
+            "seed": self.seed,
+            "loss_scale": self.scaler and self.scaler.state(),
+        }
         if taken := sorted(meta.keys() & {*counters, "optimizer"}):
             raise ValueError(f"meta {', '.join(taken)} is the engine's own: use another name")
         save_state(self.parts, Path(folder), {**counters, **meta})
@@ -202,6 +227,8 @@ class Engine:
         """
         meta = load_state(self.parts, Path(folder))
         self.step, self.bad_steps = meta["step"], meta["bad_steps"]
+        if self.scaler is not None and meta.get("loss_scale"):
+            self.scaler.load(meta["loss_scale"])
         return meta
 
     @watched("state_dict_whole")
@@ -231,6 +258,11 @@ class Engine:
             total += count
         return start_all_reduce(total, self.topology.dp, tag="items")
 
+    def _factor(self, items: Tensor) -> Tensor:
+        """One over the count of items, times the loss scale."""
+        inverse = _inverse(items)
+        return inverse if self.scaler is None else inverse * self.scaler.scale
+
     def _run(self, batch: Batch, training: bool) -> None:
         parts, count = self.parts, len(batch.targets)
         first = self.topology.dp.rank * count
@@ -242,7 +274,7 @@ class Engine:
         actions = parts.programs.mine(count, training, ahead=known <= self._known)
         devices = [self.topology.device] if self.topology.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
-            parts.interpreter.run(actions, step)
+            parts.run(actions, step)
         self._known |= known
 
     def _write_loss(self, scalars: Tensor) -> None:
@@ -266,18 +298,27 @@ class Engine:
             [scalars[:count].sum().view(1), scalars[count:], items.view(1)]
         ).tolist()
         self.watch.enters("the update")
-        norm, loss = math.sqrt(square) if square >= 0 else math.nan, sum(losses)
+        scale, loss = self.loss_scale, sum(losses)
+        norm = math.sqrt(square) / scale if square >= 0 else math.nan
         bad = not (math.isfinite(norm) and math.isfinite(loss))
         lr = parts.optimizer.lr
         if not bad and num_items:
-            clip(flats, clip_coefficient(norm, self.max_grad_norm))
+            clip(flats, clip_coefficient(norm, self.max_grad_norm) / scale)
             parts.optimizer.step()
             parts.shards.publish()
         parts.shards.zero_gradients()
         self.step += 1
-        self._count_bad(bad, loss, norm)
+        counts = not self._scale_is_at_fault(bad, loss)
+        if self.scaler is not None and (bad or num_items):
+            self.scaler.update(overflow=bad)
+        if counts:
+            self._count_bad(bad, loss, norm)
         mean = loss / num_items if num_items else 0.0
         return StepResult(mean, norm, lr, bad or not num_items, int(num_items))
+
+    def _scale_is_at_fault(self, bad: bool, loss: float) -> bool:
+        """Whether a lower scale may help. It does nothing for a loss that is not finite itself."""
+        return bad and math.isfinite(loss) and self.scaler is not None and self.scaler.can_fall
 
     def _count_bad(self, bad: bool, loss: float, norm: float) -> None:
         self.bad_steps = self.bad_steps + 1 if bad else 0
@@ -295,33 +336,41 @@ def _inverse(items: Tensor) -> Tensor:
     return torch.where(items > 0, 1.0 / items.clamp(min=1).double(), 0.0)
 
 
-def _check(
-    zero: int, zero_reduce: str, precision: str, recompute: str, max_grad_norm: float | None
+def _check_zero(
+    zero: int, reduce: str, gather_budget: int | None, shard_size: int | None, dp: int
 ) -> None:
-    if zero not in (0, 1):
-        known = zero in (2, 3)
+    if zero not in (0, 1, 2, 3):
+        raise ValueError(f"zero = {zero!r} is not one of 0, 1, 2, 3")
+    if reduce not in ("each", "last"):
+        raise ValueError(f"zero_reduce = {reduce!r} is not one of each, last")
+    if gather_budget is not None and gather_budget < 0:
+        raise ValueError(f"gather_budget = {gather_budget} is a number of bytes, 0 or more")
+    if shard_size is not None and (shard_size < 1 or dp % shard_size):
+        sizes = [size for size in range(1, dp + 1) if dp % size == 0]
         raise ValueError(
-            f"zero = {zero!r} {'is not built yet' if known else 'is not one of 0, 1, 2, 3'}: "
-            f"use zero=0 or zero=1"
+            f"shard_size = {shard_size} does not divide dp = {dp}: use one of "
+            f"{', '.join(map(str, sizes))}"
         )
-    if zero_reduce not in ("each", "last"):
-        raise ValueError(f"zero_reduce = {zero_reduce!r} is not one of each, last")
-    if precision not in ("fp32", "bf16", "fp64"):
-        known = precision == "fp16"
-        problem = "is not built yet: use bf16" if known else "is not one of fp32, bf16, fp64"
-        raise ValueError(f"precision = {precision!r} {problem}")
+    if shard_size not in (None, dp) and zero == 0:
+        raise ValueError(
+            f"shard_size = {shard_size} says over how many ranks is sharded, but zero = 0 shards "
+            f"nothing: use zero=1 or more, or leave it None"
+        )
+
+
+def _check(
+    reduce_dtype: str | None, precision: str, recompute: str, max_grad_norm: float | None
+) -> None:
+    if reduce_dtype not in (None, "fp32", "bf16", "fp16"):
+        raise ValueError(f"reduce_dtype = {reduce_dtype!r} is not one of None, fp32, bf16, fp16")
+    if precision not in DTYPES:
+        raise ValueError(f"precision = {precision!r} is not one of {', '.join(DTYPES)}")
     if recompute not in ("none", "full"):
         raise ValueError(f"recompute = {recompute!r} is not one of none, full")
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(
             f"max_grad_norm = {max_grad_norm} must be above 0, or None for no clipping"
         )
-
-
-def _refuse(**options: Any) -> None:
-    for name, value in options.items():
-        if value is not None:
-            raise ValueError(f"{name} = {value!r} is not built yet: leave it None")
 
 
 def _refuse_offload(asked: Offload) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -22,17 +23,16 @@ def memory(parts: Parts) -> Memory:
 
     What lives in the host's memory instead of the device's, or on disk, is not counted.
     """
-    flats = parts.shards.all()
-    held = [flat.data for flat in flats if flat.of is None]
+    shards = parts.shards
+    held = [flat.shard if shards.keeps_owned else flat.data for flat in shards.held()]
     frozen = {
         parameter
         for unit in parts.units
         for parameter in unit.module.parameters()
-        if not parameter.requires_grad
+        if not parameter.requires_grad and not shards.keeps_owned
     }
-    return Memory(
-        _bytes([*held, *frozen]), _bytes([flat.grad for flat in flats]), _bytes(_optimizer(parts))
-    )
+    gradients = [flat.owned_grad if flat.stage >= 2 else flat.grad for flat in shards.all()]
+    return Memory(_bytes([*held, *frozen]), _bytes(gradients), _bytes(_optimizer(parts)))
 
 
 def predicted(parts: Parts) -> Memory:
@@ -52,5 +52,5 @@ def _optimizer(parts: Parts) -> list[Tensor]:
     return [*masters, *(value for value in states if isinstance(value, Tensor))]
 
 
-def _bytes(tensors: list[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+def _bytes(tensors: Iterable[Tensor | None]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)

@@ -43,16 +43,18 @@ def train(
     model = build_model(config, topology, data)
     meter = build_meter(config, topology, model, tokens=0)
     engine = build_engine(config, topology, model, data)
-    start = resume(config, folder, engine, data)
-    meter.tokens = start.tokens
-    ranks = places(engine)
-    if topology.rank == 0:
-        write_run_files(folder, config, engine)
-        report_start(folder, config, engine, start.said, ranks)
+    with engine.watch.during("the start of the run"):
+        start = resume(config, folder, engine, data)
+        meter.tokens = start.tokens
+        ranks = places(engine)
+        if topology.rank == 0:
+            write_run_files(folder, config, engine)
+            report_start(folder, config, engine, start.said, ranks)
     log = open_log(config, folder, topology, start)
     failed = True
     try:
-        loop(config, topology, folder, data, engine, meter, log, stopping)
+        with engine.watch.during("the training loop"):
+            loop(config, topology, folder, data, engine, meter, log, stopping)
         failed = False
     finally:
         log.close(failed)
@@ -125,6 +127,7 @@ def record_of(
         memory_gradients=kept.gradients,
         memory_optimizer=kept.optimizer,
         stage_bubble=tuple(stage.bubble for stage in held),
+        loss_scale=None if engine.scaler is None else engine.loss_scale,
         **totals(ranks)._asdict(),
         **meter.rates(),
     )

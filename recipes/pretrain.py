@@ -21,6 +21,7 @@ from parallel3d.config import Config, read, settle
 from parallel3d.data import prepare
 from parallel3d.job import Stop, claimed, command, start
 from parallel3d.launch import Launch
+from parallel3d.log.console import report
 from parallel3d.log.login import check_wandb
 from parallel3d.topology import Grid, Topology
 from parallel3d.train import train
@@ -30,7 +31,8 @@ def main(cfg: DictConfig) -> None:
     """Check, then train. Errors until the first step leave no run folder."""
     hydra = HydraConfig.get()
     launch = Launch.from_environment(os.environ)
-    config = read(cfg, hydra.overrides.task)
+    tell = report if launch.rank == 0 else None
+    config = read(cfg, hydra.overrides.task, launch.world_size, tell)
     degrees = config.topology
     grid = Grid.infer(launch.world_size, degrees.pp, degrees.dp, degrees.tp)
     config = settle(config, grid.pp, grid.dp, grid.tp)

@@ -16,7 +16,12 @@ from ..placement import Placement, Replicate, cut, placements, whole_shape
 from ..rng import materialise, seed_of, seeded
 from ..topology import Topology
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+}
 
 
 @dataclass

@@ -68,19 +68,30 @@ def all_reduce(x: Tensor, axis: Axis, *, op: str = "sum", tag: str = "") -> Tens
     return start_all_reduce(x, axis, op=op, tag=tag).wait()
 
 
-def start_reduce_scatter(x: Tensor, out: Tensor, axis: Axis, *, tag: str = "") -> Pending:
+def start_reduce_scatter(
+    x: Tensor, out: Tensor, axis: Axis, *, wire: torch.dtype | None = None, tag: str = ""
+) -> Pending:
     """Sum flat ``x`` [n] over the axis; this rank's slice [n / d] lands in ``out``.
 
+    With ``wire``, a narrower dtype, every rank's ``x`` travels rounded to it, its own part too.
+
     gloo's own reduce-scatter is an all-reduce in disguise and sends twice the bytes, so there it
-    is an all-to-all and a sum in rank order, which also depends on no algorithm's choice.
+    is an all-to-all and a sum in rank order, which also depends on no algorithm's choice. The sum
+    is in the dtype of ``out``; NCCL sums in ``wire``.
     """
     if axis.size == 1:
         return Pending.done(out if out.data_ptr() == x.data_ptr() else out.copy_(x))
+    if wire is not None and wire.itemsize < x.element_size():
+        x = x.to(wire)
     sent = x.numel() * x.element_size() * (axis.size - 1) // axis.size
     record(axis, "reduce_scatter", tag, "issue", sent)
     if not _is_gloo(axis, x):
-        work = dist.reduce_scatter_single(out, x, group=axis.group, async_op=True)
-        return _pending(work, axis, "reduce_scatter", tag, out)
+        landing = out if out.dtype == x.dtype else torch.empty_like(out, dtype=x.dtype)
+        work = dist.reduce_scatter_single(landing, x, group=axis.group, async_op=True)
+        pending = _pending(work, axis, "reduce_scatter", tag, landing)
+        if landing is out:
+            return pending
+        return Pending(lambda: out.copy_(pending.wait()), pending.ready)
     parts = torch.empty_like(x)
     work = dist.all_to_all_single(parts, x, group=axis.group, async_op=True)
 
@@ -89,7 +100,7 @@ def start_reduce_scatter(x: Tensor, out: Tensor, axis: Axis, *, tag: str = "") -
         work.wait()
         record(axis, "reduce_scatter", tag, "wait")
         first, second, *rest = parts.chunk(axis.size)
-        torch.add(first, second, out=out)
+        torch.add(first.to(out.dtype), second, out=out)
         for part in rest:
             out.add_(part)
         return out

@@ -7,6 +7,7 @@ from .values import spell
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 ZeroStage = Literal[0, 1, 2, 3]
 ZeroReduce = Literal["each", "last"]
+ReduceDtype = Literal["fp32", "bf16", "fp16"]
 Partition = Literal["uniform", "parameters", "flops", "measure"]
 RecomputeMode = Literal["none", "full"]
 OffloadTo = Literal["none", "cpu", "disk"]
@@ -18,16 +19,11 @@ ScheduleName = Literal[
 ]
 
 BUILT: dict[str, tuple[Any, ...]] = {
-    "precision": ("fp32", "fp64", "bf16"),
-    "zero.stage": (0, 1),
-    "zero.shard_size": (None,),
-    "zero.reduce_dtype": (None,),
     "recompute.mode": ("none", "full"),
     "recompute.every": (1,),
     "recompute.partition": (False,),
     "offload.parameters": ("none",),
     "offload.activations": ("none",),
-    "deepspeed": (None,),
 }
 """The values that work, by key; the last one is the nearest to a value that does not."""
 

@@ -2,44 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, fields, is_dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from . import deepspeed
 from .rules import check
 from .schema import Config
 from .targets import locate, takes
 from .values import convert, spell
 
+Tell = Callable[[str, Sequence[Sequence[object]]], None]
 
-def read(cfg: DictConfig, given: Sequence[str] = ()) -> Config:
+
+def read(
+    cfg: DictConfig,
+    given: Sequence[str] = (),
+    world_size: int | None = None,
+    tell: Tell | None = None,
+) -> Config:
     """Check a composed configuration and return it typed.
 
-    First the schema (every key known and of its type), then the rules between fields. Rules that
-    need the number of processes are in `settle`.
+    First what the file `deepspeed` says is put in, then the schema (every key known and of its
+    type), then the rules between fields. Rules that need the number of processes are in `settle`.
 
     Args:
         cfg: as Hydra hands it to a recipe.
         given: the overrides of the command line: `data.microbatch_size` without
             `pipeline.num_microbatches` among them replaces the latter's default, and a
             `model._target_` replaces those keys of the default model that it does not take.
+        world_size: the number of processes, for the batch of a `deepspeed` file.
+        tell: called with a title and the rows of a table of what the `deepspeed` file says here.
 
     Raises:
         ValueError: the value, the rule and the way out.
     """
+    plain = _plain(cfg)
+    names = _keys_of(given)
+    if not isinstance(plain.get("deepspeed"), str):
+        return _typed(plain, names)
+    mapped = deepspeed.apply(plain, names, world_size)
+    if tell is not None:
+        tell(f"{plain['deepspeed']} as keys of this configuration", mapped.rows)
+    try:
+        return _typed(plain, names | mapped.claims.keys())
+    except ValueError as error:
+        raise mapped.explain(error) from None
+
+
+def _plain(cfg: DictConfig) -> dict[str, Any]:
     try:
         plain: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise ValueError(f"{error.full_key}: {error.msg}") from error
-    names = {override.lstrip("+").split("=")[0] for override in given}
+    return dict(plain)
+
+
+def _keys_of(overrides: Sequence[str]) -> set[str]:
+    """The keys that overrides have a value for, those inside of `group={key: value}` too."""
+    found: set[str] = set()
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        value = None if override.is_delete() else override.value()
+        inner = deepspeed.leaves(value) if isinstance(value, dict) else [("", None)]
+        found |= {".".join(filter(None, (override.key_or_group, key))) for key, _ in inner}
+    return found
+
+
+def _typed(plain: dict[str, Any], names: set[str]) -> Config:
     if "model._target_" in names:
         plain["model"] = _taken(plain["model"], names)
-    config = _group(Config, plain, ())
+    config: Config = _group(Config, plain, ())
     if "data.microbatch_size" in names and "pipeline.num_microbatches" not in names:
         config = replace(config, pipeline=replace(config.pipeline, num_microbatches=None))
     check(config)
@@ -57,11 +95,11 @@ def _taken(model: dict[str, Any], names: set[str]) -> dict[str, Any]:
 
 
 def load(path: Path) -> Config:
-    """Read the `config.yaml` of a run."""
+    """Read the `config.yaml` of a run, which has the values of its `deepspeed` file already."""
     cfg = OmegaConf.load(path)
     if not isinstance(cfg, DictConfig):
         raise ValueError(f"{path} holds no configuration")
-    return read(cfg)
+    return _typed(_plain(cfg), set())
 
 
 def to_yaml(config: Config) -> str:

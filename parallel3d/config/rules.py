@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from . import options
 from .optimizer import check_optimizer
-from .schema import Config, Degrees
+from .schema import Config, Degrees, Fp16
 from .targets import check_keys, locate, takes
 from .values import spell
 
@@ -21,6 +21,8 @@ AT_LEAST: dict[str, float] = {
     "pipeline.memory_limit": 1,
     "zero.shard_size": 1,
     "zero.gather_budget": 1,
+    "fp16.window": 1,
+    "fp16.hysteresis": 1,
     "recompute.every": 1,
     "data.seq_len": 1,
     "data.global_batch_size": 1,
@@ -58,7 +60,17 @@ def check(config: Config) -> None:
         value = get(config, key)
         if value is not None and value < least:
             raise ValueError(f"{key} = {value} is below {least}: the least is {key}={least}")
-    for rule in (_degrees, _names, _schedule, _optim, _offload, _targets, _sequence, _microbatches):
+    for rule in (
+        _degrees,
+        _names,
+        _schedule,
+        _loss_scale,
+        _optim,
+        _offload,
+        _targets,
+        _sequence,
+        _microbatches,
+    ):
         rule(config)
     for key in options.BUILT:
         options.require_built(key, get(config, key))
@@ -68,7 +80,7 @@ def settle(config: Config, pp: int, dp: int, tp: int) -> Config:
     """Fill in the degrees of the real grid and the number of microbatches; check what needs them.
 
     Raises:
-        ValueError: the global batch does not divide, or the model's heads do not.
+        ValueError: the global batch, the model's heads or ``zero.shard_size`` do not divide.
     """
     heads = config.model.get("num_heads")
     if isinstance(heads, int) and heads % tp:
@@ -76,11 +88,27 @@ def settle(config: Config, pp: int, dp: int, tp: int) -> Config:
             f"model.num_heads = {heads} is not a multiple of topology.tp = {tp}: "
             f"set model.num_heads={-(-heads // tp) * tp}, or a topology.tp that divides {heads}"
         )
+    _shard_size(config, dp)
     return replace(
         config,
         topology=Degrees(pp, dp, tp),
         pipeline=replace(config.pipeline, num_microbatches=_settled_microbatches(config, dp)),
     )
+
+
+def _shard_size(config: Config, dp: int) -> None:
+    size, stage = config.zero.shard_size, config.zero.stage
+    if size is not None and dp % size:
+        near = [s for s in range(1, dp + 1) if dp % s == 0]
+        raise ValueError(
+            f"zero.shard_size = {size} does not divide topology.dp = {dp}: set zero.shard_size="
+            f"{min(near, key=lambda s: abs(s - size))}, or null for all of dp"
+        )
+    if size not in (None, dp) and stage == 0:
+        raise ValueError(
+            f"zero.shard_size = {size} says over how many ranks is sharded, but zero.stage = 0 "
+            f"shards nothing: set zero.stage=1 or more, or zero.shard_size=null"
+        )
 
 
 def check_resume(saved: Config, config: Config) -> None:
@@ -91,7 +119,7 @@ def check_resume(saved: Config, config: Config) -> None:
     Raises:
         ValueError: names the key, both values and the way out.
     """
-    may_change = {"name", "run_root", "compile", "precision", "deepspeed"}
+    may_change = {"name", "run_root", "compile", "precision", "fp16", "deepspeed"}
     may_change |= {"topology", "pipeline", "zero", "recompute", "offload", "checkpoint", "log"}
     may_change |= {"train.steps", "train.eval_every", "train.eval_batches"}
     may_change |= {"train.timeout", "train.max_bad_steps", "data.workers"}
@@ -165,6 +193,27 @@ def _schedule(config: Config) -> None:
         raise ValueError(
             f"pipeline.partition = {cuts}: cuts are the first units of the stages after the "
             f"first, ascending from 1, for example [2,4]"
+        )
+
+
+def _loss_scale(config: Config) -> None:
+    asked, default = vars(config.fp16), vars(Fp16())
+    changed = [key for key, value in asked.items() if value != default[key]]
+    if changed and config.precision != "fp16":
+        raise ValueError(
+            f"fp16.{changed[0]} = {spell(asked[changed[0]])} is of precision=fp16, but precision = "
+            f"{config.precision}: leave it {spell(default[changed[0]])}, or set precision=fp16"
+        )
+    for key in ("initial_scale", "min_scale", "scale"):
+        if asked[key] is not None and not 0 < asked[key] <= 2.0**64:
+            raise ValueError(
+                f"fp16.{key} = {asked[key]} is not in 0 < fp16.{key} <= 2^64: use a power of two, "
+                f"such as 65536"
+            )
+    if config.fp16.initial_scale < config.fp16.min_scale:
+        raise ValueError(
+            f"fp16.initial_scale = {config.fp16.initial_scale} is below fp16.min_scale = "
+            f"{config.fp16.min_scale}: raise the one or lower the other"
         )
 
 

@@ -39,7 +39,18 @@ class Zero:
     reduce: options.ZeroReduce
     shard_size: int | None
     gather_budget: int
-    reduce_dtype: options.Precision | None
+    reduce_dtype: options.ReduceDtype | None
+
+
+@dataclass(frozen=True)
+class Fp16:
+    """How the loss of `precision=fp16` is scaled; `scale` is a fixed one."""
+
+    initial_scale: float = 65536.0
+    window: int = 1000
+    hysteresis: int = 2
+    min_scale: float = 1.0
+    scale: float | None = None
 
 
 @dataclass(frozen=True)
@@ -158,3 +169,4 @@ class Config:
     log: Log
     compile: bool
     deepspeed: str | None
+    fp16: Fp16 = field(default_factory=Fp16)

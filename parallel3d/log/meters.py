@@ -20,7 +20,8 @@ class Record:
     the peak of all devices (None where that is not known). ``peak_memory_bytes`` is the largest of
     the ranks, ``memory_*`` are rank 0's bytes, ``bytes_*`` were sent in this step by all ranks
     together. ``val_loss`` is None in a step that was not followed by an evaluation. The keys of
-    ``stage_bubble`` are ``stage/0/bubble`` and on: see ``memory.Stage``.
+    ``stage_bubble`` are ``stage/0/bubble`` and on: see ``memory.Stage``. ``loss_scale``, in fp16
+    alone, is that of the step to come.
     """
 
     step: int
@@ -41,16 +42,19 @@ class Record:
     bytes_tp: int
     val_loss: float | None = None
     stage_bubble: tuple[float, ...] = ()
+    loss_scale: float | None = None
 
     def row(self) -> dict[str, int | float | bool | None]:
-        """The record as strict JSON takes it: not-finite is None, a missing ``val_loss`` no key."""
+        """The record as strict JSON takes it: not-finite is None, a missing ``val_loss`` or
+        ``loss_scale`` no key."""
         row = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in asdict(self).items()
             if key != "stage_bubble"
         }
-        if self.val_loss is None:
-            del row["val_loss"]
+        for key in ("val_loss", "loss_scale"):
+            if getattr(self, key) is None:
+                del row[key]
         return row | {f"stage/{k}/bubble": bubble for k, bubble in enumerate(self.stage_bubble)}
 
 

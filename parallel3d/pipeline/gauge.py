@@ -125,7 +125,10 @@ def _bytes(stage: Stage, unit: Unit, x: Any, end: Criterion | None) -> tuple[Any
     deferred = _Storages()
     own = {p.untyped_storage().data_ptr() for p in unit.module.parameters()}
     handles = [
-        module.register_forward_hook(lambda _, given, out: deferred.add(given[0], out))
+        module.register_forward_hook(
+            lambda _, given, named, out: deferred.add(*_tensors((given, named, out))),
+            with_kwargs=True,
+        )
         for module in unit.module.modules()
         if hasattr(module, "defer")
         and any(p.requires_grad for p in module.parameters(recurse=False))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,7 +70,8 @@ class HostUpdates:
         """Bring the masters into the store."""
         for unit, flats in self.flats.items():
             for at, flat in enumerate(flats):
-                flat.move_master(self.store.tensor(unit, master_name(at)))
+                master = self.store.tensor(unit, master_name(at))
+                flat.move_master(master, partial(self._publish, flat))
             self.store.release(unit)
         self.store.settle()
         self._staged = [
@@ -91,9 +93,8 @@ class HostUpdates:
             for flat in self.flats[turn.unit]:
                 flat.coming = lambda made=made: self._up.follow(made.result())
 
-    def publish(self, flat: Flat) -> None:
-        """Bring masters to the values as they are, where no update of them is under way."""
-        values = _values(flat)
+    def _publish(self, flat: Flat) -> None:
+        values = flat.updated_values
         start_copy(flat.master.to(values.dtype), values, self._host, tag="masters")()
         self.store.release(self._unit_of[flat])
 
@@ -114,7 +115,7 @@ class HostUpdates:
             if values[flat].numel():
                 source = values[flat]
                 rounded.append((flat.master, source))
-            up.append(start_copy(source, _values(flat), self._host, tag=tag))
+            up.append(start_copy(source, flat.updated_values, self._host, tag=tag))
         return Turn(unit, down, gradients, update, rounded, up, slot)
 
     @torch.no_grad()
@@ -178,14 +179,9 @@ def master_name(at: int) -> str:
     return f"{at}/master"
 
 
-def _values(flat: Flat) -> Tensor:
-    """What of the flat's values is updated here."""
-    return flat.data[slice(*flat.updated)]
-
-
 def _narrow(flat: Flat) -> Tensor:
-    """As ``_values``, where masters must be rounded to become values; else nothing."""
-    values = _values(flat)
+    """The values that are updated, where masters must be rounded to become them; else nothing."""
+    values = flat.updated_values
     return values if values.dtype != flat.master.dtype else values[:0]
 
 

@@ -56,6 +56,24 @@ def reduce_scatter_in_rank_order(topology: Topology) -> None:
         assert torch.equal(start_reduce_scatter(every[axis.rank], own, axis).wait(), out)
 
 
+def reduce_scatter_of_a_narrow_wire(topology: Topology) -> None:
+    """Every part is rounded, also this rank's own; the sum of them is not."""
+    axis = topology.tp
+    heard: list[int] = []
+    axis.observers.append(lambda event: heard.append(event.bytes))
+    for dtype in (torch.float32, torch.float64):
+        every = [drawn(rank, (SIZE * 64,), dtype) for rank in range(SIZE)]
+        for wire in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+            heard.clear()
+            own = every[axis.rank].clone().view(SIZE, -1)[axis.rank]
+            start_reduce_scatter(every[axis.rank], own, axis, wire=wire).wait()
+            rounded = wire.itemsize < dtype.itemsize
+            parts = [part.to(wire).to(dtype) if rounded else part for part in every]
+            assert torch.equal(own, in_rank_order(parts).view(SIZE, -1)[axis.rank])
+            width = wire.itemsize if rounded else dtype.itemsize
+            assert sum(heard) == 64 * (SIZE - 1) * width
+
+
 def all_reduce_every_dtype(topology: Topology) -> None:
     axis = topology.tp
     for dtype in SUMMABLE:
@@ -124,6 +142,7 @@ def two_at_once(topology: Topology) -> None:
 def everything(topology: Topology) -> None:
     for check in (
         reduce_scatter_in_rank_order,
+        reduce_scatter_of_a_narrow_wire,
         all_reduce_every_dtype,
         gather_every_dtype,
         empty_tensors,

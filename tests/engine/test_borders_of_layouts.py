@@ -35,16 +35,17 @@ def engine(topology: Topology, precision: str = "fp32") -> Engine:
     )
 
 
-def evaluated(topology: Topology) -> float:
+def evaluated(topology: Topology, precision: str) -> float:
     generator = torch.Generator().manual_seed(0)
     x, target = torch.randn(4, 4, generator=generator), torch.randn(4, 2, generator=generator)
-    return engine(topology, "bf16").eval_step(x, target).loss
+    return engine(topology, precision).eval_step(x, target).loss
 
 
 @pytest.mark.report("deepspeedai/DeepSpeed#3316")
-def test_the_evaluation_loss_in_bf16_is_the_last_stages_on_every_rank() -> None:
-    (single,) = run_on(Grid(), evaluated)
-    assert run_on(Grid(pp=2), evaluated) == [single] * 2
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_the_evaluation_loss_is_the_last_stages_on_every_rank(precision: str) -> None:
+    (single,) = run_on(Grid(), evaluated, precision=precision)
+    assert run_on(Grid(pp=2), evaluated, precision=precision) == [single] * 2
     assert single > 0
 
 

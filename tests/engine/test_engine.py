@@ -254,8 +254,16 @@ WRONG = {
     "zero = 3 is not built yet: use zero=0 or zero=1": {"zero": 3},
     "zero = 4 is not one of 0, 1, 2, 3": {"zero": 4},
     "zero_reduce = 'never' is not one of each, last": {"zero_reduce": "never"},
-    "precision = 'fp16' is not built yet: use bf16": {"precision": "fp16"},
-    "precision = 'fp8' is not one of fp32, bf16, fp64": {"precision": "fp8"},
+    "reduce_dtype = 'fp64' is not one of None, fp32, bf16, fp16": {"reduce_dtype": "fp64"},
+    "precision = 'fp8' is not one of fp32, bf16, fp16, fp64": {"precision": "fp8"},
+    "scales the loss of precision='fp16', but precision = 'bf16'": {
+        "precision": "bf16",
+        "fp16": {"scale": 128},
+    },
+    "fp16.windows is not a key; did you mean fp16.window": {
+        "precision": "fp16",
+        "fp16": {"windows": 5},
+    },
     "recompute = 'some' is not one of none, full": {"recompute": "some"},
     "max_grad_norm = 0 must be above 0": {"max_grad_norm": 0},
     "offload = 'cpu' is not a mapping": {"offload": "cpu"},

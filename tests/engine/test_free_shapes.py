@@ -116,7 +116,7 @@ SIZES = [(2, 3), (1, 5), (3, 2), (2, 3), (1, 5)]
 FLAGS = [(True, False, True, False, True), (False, False, True, True, False), (False,) * 5]
 STEPS = [[batch(*size, flag) for size, flag in zip(SIZES, flags, strict=True)] for flags in FLAGS]
 SKIPS = Trial(skips, STEPS, optimizer=SGD, options={"partition": "uniform", "schedule": "1f1b"})
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zbv")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zbv", "v-half", "v-min")
 
 
 def scheduled(*schedules: str, **options: Any) -> dict[str, Trial]:

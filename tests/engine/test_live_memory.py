@@ -21,7 +21,7 @@ from tests.world import run_on
 
 ROWS = 5
 LAYERS = ROWS * 2 * (8 + 12) * 8  # bytes of what goes into a block's two layers, and of gradients
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "v-half", "v-min")
 
 
 class Kept(NamedTuple):

@@ -63,9 +63,16 @@ CASES = [
         (1, "fp64", None),
         (1, "bf16", None),
         (0, "bf16", None),
+        (2, "fp32", None),
+        (3, "fp32", None),
+        (3, "bf16", None),
         (0, "fp32", "bf16"),
-        (1, "bf16", "bf16"),
+        (3, "bf16", "bf16"),
     ]
+]
+CASES += [
+    {"zero": 3, "precision": "bf16", "gather_budget": 1},
+    {"zero": 2, "precision": "fp32", "zero_reduce": "last"},
 ]
 
 

@@ -30,6 +30,7 @@ from tests.engine.cases import (
 )
 from tests.world import run_on
 
+Losses = list[tuple[float, float]]
 BAD = [math.inf, -math.inf, math.nan]
 
 
@@ -176,7 +177,7 @@ def drift(topology: Topology, precision: str) -> Tensors:
 @pytest.mark.report("EleutherAI/gpt-neox#1259")
 @pytest.mark.report("NVIDIA/TransformerEngine#441")
 @pytest.mark.report("NVIDIA/Megatron-LM#1446")
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_replicated_parameters_stay_equal_over_tp(precision: str) -> None:
     found = run_on(Grid(tp=2), drift, precision=precision)[0]
     with Topology.init() as topology:
@@ -191,6 +192,7 @@ def test_bf16_gradients_are_those_of_fp32_and_are_cleared() -> None:
     for precision in ("fp32", "bf16"):
         with Topology.init() as topology:
             mine = engine(topology, zero=0, precision=precision, optimizer=SGD)
+            assert mine.loss_scale == 1
             seen: list[Tensor] = []
             update = mine.parts.optimizer.step
 
@@ -208,13 +210,14 @@ def test_bf16_gradients_are_those_of_fp32_and_are_cleared() -> None:
 
 
 @pytest.mark.report("deepspeedai/DeepSpeed#3790")
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp64"])
 def test_clipping_acts_in_every_precision(precision: str) -> None:
     with Topology.init() as topology:
         mine = engine(
             topology,
             loss_fn=lambda y, target: y.square().sum() * 100,
             precision=precision,
+            fp16={"initial_scale": 64} if precision == "fp16" else None,
             optimizer=partial(torch.optim.SGD, lr=1.0),
             max_grad_norm=1.0,
         )
@@ -278,8 +281,8 @@ def test_updates_smaller_than_a_bf16_step_reach_the_weight(tmp_path: Path) -> No
             assert masters["0.weight"].tolist() == pytest.approx([0.990] * 3, rel=1e-6)
 
 
-def reduced(topology: Topology) -> list[float]:
-    """The sum over ranks of gradients that a bf16 sum would lose."""
+def reduced(topology: Topology, reduce_dtype: str | None) -> list[float]:
+    """The sum over ranks of gradients that a bf16 sum would lose, and bytes sent for it."""
     mine = engine(
         topology,
         nn.Sequential(One()),
@@ -287,18 +290,50 @@ def reduced(topology: Topology) -> list[float]:
         num_items=lambda target: 1 if topology.rank == 0 else 0,
         optimizer=partial(torch.optim.SGD, lr=1.0),
         precision="bf16",
+        reduce_dtype=reduce_dtype,
         num_microbatches=1,
     )
     x = torch.full((1, 3), 1.0 if topology.rank == 0 else 2.0**-9)
+    mine.parts.ledger.tracing = True
     mine.train_step(x, x)
+    trace = mine.parts.ledger.trace
+    sent = sum(event.bytes for event in trace if event.kind == "reduce_scatter")
+    width = 4 if reduce_dtype in (None, "fp32") else 2
+    assert sent == 3 * 64 * width
     weights = mine.state_dict_whole()
     return (1 - weights["0.weight"]).tolist() if topology.rank == 0 else []
 
 
 @pytest.mark.report("deepspeedai/DeepSpeed#2768")
 @pytest.mark.report("pytorch/pytorch#106395")
-def test_gradients_are_summed_over_ranks_in_fp32() -> None:
-    assert run_on(Grid(dp=4), reduced)[0] == pytest.approx([1 + 3 * 2.0**-9] * 3, abs=1e-6)
+@pytest.mark.parametrize("reduce_dtype", [None, "fp32", "bf16", "fp16"])
+def test_gradients_are_summed_over_ranks_in_fp32(reduce_dtype: str | None) -> None:
+    """However narrow they travel: the sum itself is wide."""
+    found = run_on(Grid(dp=4), reduced, reduce_dtype=reduce_dtype)[0]
+    assert found == pytest.approx([1 + 3 * 2.0**-9] * 3, abs=1e-6)
+
+
+def of_wires(topology: Topology) -> list[tuple[Losses, Tensors]]:
+    """4 steps with gradients that travel in each dtype, the same at every stage."""
+    found = []
+    for wire in (None, "fp32", "bf16", "fp16"):
+        every = []
+        for zero in (0, 1):
+            mine = engine(topology, precision="fp32", zero=zero, reduce_dtype=wire)
+            every.append((train(mine, 4), mine.state_dict_whole()))
+        assert every[0][0] == every[1][0] and same(every[0][1], every[1][1])
+        found.append(every[0])
+    return found
+
+
+@pytest.mark.parametrize("layout", ["1x2x1", "2x2x1"])
+def test_a_narrow_wire_changes_gradients_by_its_own_rounding(layout: str) -> None:
+    """None and fp32 change nothing of fp32 gradients."""
+    own, fp32, bf16, fp16 = run_on(Grid.parse(layout), of_wires)[0]
+    assert fp32[0] == own[0] and same(fp32[1], own[1])
+    for losses, _ in (bf16, fp16):
+        assert losses != own[0]
+        assert torch.tensor(losses) == pytest.approx(torch.tensor(own[0]), rel=1e-2)
 
 
 def test_bf16_follows_fp32_of_plain_pytorch() -> None:

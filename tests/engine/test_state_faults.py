@@ -146,14 +146,14 @@ def test_each_layer_gets_its_own_state_back(source: str, target: str, tmp_path: 
             assert state[f"{kind}/{layer}.value"].tolist() == [value] * 5
 
 
-def resumed_in_bf16(topology: Topology, folder: Path) -> None:
+def resumed_in(topology: Topology, precision: str, folder: Path) -> None:
     """20 steps at once, and 10 with a checkpoint and 10 more; masters bit for bit."""
     for zero in (0, 1):
-        mine = engine(topology, zero=zero, precision="bf16")
+        mine = engine(topology, zero=zero, precision=precision)
         losses = train(mine, 10)
         mine.save(folder / str(zero))
         losses += train(mine, 10)
-        resumed = engine(topology, zero=zero, precision="bf16")
+        resumed = engine(topology, zero=zero, precision=precision)
         resumed.load(folder / str(zero))
         assert train(resumed, 10) == losses[10:]
         assert same(whole(resumed), whole(mine))
@@ -161,9 +161,10 @@ def resumed_in_bf16(topology: Topology, folder: Path) -> None:
 
 @pytest.mark.report("TensorAuto/OpenTau#185")
 @pytest.mark.report("NVIDIA/apex#42")
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("layout", ["1x4x1", "2x1x2"])
-def test_a_bf16_run_resumes_with_its_masters(layout: str, tmp_path: Path) -> None:
-    run_on(Grid.parse(layout), resumed_in_bf16, folder=tmp_path)
+def test_a_run_resumes_with_its_masters(layout: str, precision: str, tmp_path: Path) -> None:
+    run_on(Grid.parse(layout), resumed_in, precision=precision, folder=tmp_path)
 
 
 def with_dropout(topology: Topology) -> Engine:

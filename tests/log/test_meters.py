@@ -16,6 +16,7 @@ KEYS = """
 def test_a_row_has_the_promised_keys_in_their_order() -> None:
     assert list(record(1).row()) == KEYS.split()
     assert list(record(1, val_loss=2.0).row()) == [*KEYS.split(), "val_loss"]
+    assert list(record(1, loss_scale=8.0).row()) == [*KEYS.split(), "loss_scale"]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

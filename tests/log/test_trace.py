@@ -113,7 +113,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 def test_every_line_has_the_bubble_of_every_stage_beside_the_keys_of_a_record(folder: Path) -> None:
     bubbles = {"stage/0/bubble", "stage/1/bubble"}
-    fields = set(Record.__dataclass_fields__) - {"stage_bubble", "val_loss"}
+    fields = set(Record.__dataclass_fields__) - {"stage_bubble", "val_loss", "loss_scale"}
     lines = rows(folder)
     assert [line.keys() - {"val_loss"} for line in lines] == [fields | bubbles] * 3
     assert all(0 <= line[key] < 1 for line in lines for key in bubbles)
@@ -196,3 +196,10 @@ def test_no_timeline_is_written_if_none_is_wanted(root: Path) -> None:
     assert not (root / "none" / "trace.json").exists()
     assert not (root / "none" / "pipeline.svg").exists(), "one rank is no pipeline"
     assert all("stage/0/bubble" in row for row in rows(root / "none"))
+
+
+def test_a_line_in_fp16_has_the_loss_scale_that_the_step_left(root: Path) -> None:
+    overrides = [f"data.path={root / 'tokens'}", "log.trace=0", "log.wandb.mode=disabled"]
+    scaled = ["precision=fp16", "fp16.initial_scale=8", "fp16.window=2", "zero.reduce_dtype=fp16"]
+    run_on(1, train_on, folder=root / "fp16", overrides=[*overrides, *scaled])
+    assert [row["loss_scale"] for row in rows(root / "fp16")] == [8, 16, 16]

@@ -41,6 +41,19 @@ def test_a_parallel_layer_defers_its_weight_gradient() -> None:
     assert costs.output == ROWS * WIDE * 4
 
 
+def test_a_layer_that_is_called_by_keyword_costs_the_same() -> None:
+    class ByKeyword(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = ColumnParallelLinear(WIDTH, WIDE, axis=Axis.single())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x=x)
+
+    costs = gauged(ByKeyword(), activation()).costs
+    assert costs == gauged(ByKeyword().layer, activation()).costs
+
+
 def test_a_plain_layer_does_all_in_its_input_gradient() -> None:
     costs = gauged(nn.Linear(WIDTH, WIDE), activation()).costs
     assert costs == UnitCosts(

@@ -1,0 +1,57 @@
+"""Fields one by one: what stands alone is claimed here, what is not known is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from difflib import get_close_matches
+
+from . import rules, training
+from .keys import KEYS
+from .said import AUTO, Claim, Said
+from .silent import NEEDS_NONE, OFF, ONLY
+
+KNOWN = (*KEYS, *rules.DECIDES, *training.FIELDS, *ONLY, *NEEDS_NONE, *(f"{s}.*" for s in OFF))
+
+
+def alone(said: Said) -> Iterator[Claim]:
+    """The claims of fields that stand alone; what is not known is refused here."""
+    for field, value in said.fields.items():
+        section, _, rest = field.partition(".")
+        if value == {} and _inside(field):
+            continue
+        if field in KEYS:
+            if value != AUTO:
+                yield _turned(said, field)
+        elif field in ONLY:
+            said.require(field, ONLY[field][0], why=ONLY[field][1])
+            yield Claim(field, None, why=ONLY[field][1])
+        elif rest and section in OFF:
+            if rest.endswith("enabled"):
+                said.require(field, False)
+            yield Claim(field, None, why="off")
+        elif why := NEEDS_NONE.get(field) or (NEEDS_NONE.get(f"{section}.*") if rest else None):
+            yield Claim(field, None, why=why)
+        elif field not in KNOWN and not field.startswith(training.PARAMS):
+            raise _unknown(said, field)
+
+
+def _turned(said: Said, field: str) -> Claim:
+    key, turn, why = KEYS[field]
+    try:
+        return Claim(field, key, turn(said.fields[field]), why)
+    except ValueError as error:
+        raise said.refuse(field, str(error)) from None
+
+
+def _unknown(said: Said, field: str) -> ValueError:
+    if inside := _inside(field):
+        return said.refuse(field, f"is no section: write its fields, such as {inside}")
+    names = [known.removesuffix(".*") for known in KNOWN]
+    misplaced = [known for known in names if known.endswith(f".{field}")]
+    close = misplaced or get_close_matches(field, names, n=1, cutoff=0.6)
+    hint = f"did you mean {close[0]}?" if close else "take it away"
+    return ValueError(f"{field} in {said.name} is not a field that is known; {hint}")
+
+
+def _inside(section: str) -> str | None:
+    return next((known for known in KNOWN if known.startswith(f"{section}.")), None)

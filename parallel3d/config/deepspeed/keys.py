@@ -1,0 +1,68 @@
+"""Fields that each decide one key.
+
+The fields are those of https://www.deepspeed.ai/docs/config-json/; what is read together is in
+`rules` and `training`, what decides nothing here in `silent`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+ZERO = "zero_optimization"
+CHECKPOINTING = "activation_checkpointing"
+
+
+class Target(NamedTuple):
+    """The key that a field decides, how its value is turned, and what to know about it."""
+
+    key: str
+    turn: Callable[[Any], Any] = lambda value: value
+    why: str = ""
+
+
+def whole(value: Any) -> Any:
+    """Sizes such as `2e8`, which JSON reads as a fraction, as whole numbers."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def named(**names: Any) -> Callable[[Any], Any]:
+    """What each text, `true`, `false` or `null` means here."""
+
+    def turn(value: Any) -> Any:
+        spelt = str(value).lower() if value is None or isinstance(value, bool) else value
+        if not isinstance(spelt, str) or spelt not in names:
+            raise ValueError(f"is not one of {', '.join(names)}")
+        return names[spelt]
+
+    return turn
+
+
+device = named(none="none", cpu="cpu", nvme="disk")
+to_cpu = named(true="cpu", false="none")
+dtype = named(fp32="fp32", fp16="fp16", bf16="bf16", bfp16="bf16", fp64="fp64", none=None)
+method = named(parameters="parameters", uniform="uniform", profile="measure", best="parameters")
+
+KEYS: dict[str, Target] = {
+    "train_batch_size": Target("data.global_batch_size", whole),
+    "train_micro_batch_size_per_gpu": Target("data.microbatch_size", whole),
+    "gradient_accumulation_steps": Target("pipeline.num_microbatches", whole),
+    "steps_per_print": Target("log.every", whole),
+    "gradient_clipping": Target("train.max_grad_norm", why="0: off"),
+    "communication_data_type": Target("zero.reduce_dtype", dtype),
+    "fp32_allreduce": Target("zero.reduce_dtype", named(true="fp32", false=None)),
+    "tensor_parallel.autotp_size": Target("topology.tp", lambda size: whole(size) or 1),
+    f"{ZERO}.stage": Target("zero.stage", whole),
+    f"{ZERO}.mics_shard_size": Target("zero.shard_size", lambda n: None if n == -1 else whole(n)),
+    f"{ZERO}.offload_optimizer.device": Target("offload.optimizer", device),
+    f"{ZERO}.offload_param.device": Target("offload.parameters", device),
+    f"{ZERO}.cpu_offload": Target("offload.optimizer", to_cpu),
+    f"{ZERO}.cpu_offload_params": Target("offload.parameters", to_cpu),
+    f"{CHECKPOINTING}.partition_activations": Target("recompute.partition"),
+    f"{CHECKPOINTING}.cpu_checkpointing": Target("offload.activations", to_cpu),
+    "pipeline.stages": Target("topology.pp", whole),
+    "pipeline.partition": Target("pipeline.partition", method),
+    "wandb.project": Target("log.wandb.project"),
+    "wandb.group": Target("log.wandb.group"),
+    "wandb.team": Target("log.wandb.entity"),
+}

@@ -1,0 +1,140 @@
+"""Fields that are read together: precision, batch, budget, paths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .keys import CHECKPOINTING, ZERO, whole
+from .said import AUTO, Claim, Said
+
+BYTES = {"bf16": 2, "fp16": 2, "fp64": 8}
+SCALE = {
+    "loss_scale": "fp16.scale",
+    "initial_scale_power": "fp16.initial_scale",
+    "loss_scale_window": "fp16.window",
+    "hysteresis": "fp16.hysteresis",
+    "min_loss_scale": "fp16.min_scale",
+}
+ENABLED = {"fp16.enabled": "fp16", "bf16.enabled": "bf16", "bfloat16.enabled": "bf16"}
+BATCH = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+TOTAL = "train_batch_size"
+LIVE = f"{ZERO}.stage3_max_live_parameters"
+OFFLOAD = (f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param")
+INTERVAL = "pipeline.activation_checkpoint_interval"
+DECIDES: dict[str, str] = {
+    **dict.fromkeys(ENABLED, "precision"),
+    **{f"fp16.{field}": key for field, key in SCALE.items()},
+    LIVE: "zero.gather_budget",
+    **{f"{group}.nvme_path": "offload.path" for group in OFFLOAD},
+    INTERVAL: "recompute.every",
+    "wandb.enabled": "log.wandb.mode",
+}
+"""The fields of this file, and the key that decides where one is `"auto"`."""
+
+
+def precision(said: Said) -> Iterator[Claim]:
+    """`fp16.enabled` and `bf16.enabled`; both off is fp32."""
+    fields = [field for field in ENABLED if field in said.fields]
+    for field in fields:
+        said.require(field, True, False)
+    on = [field for field in fields if said.get(field)]
+    if len({ENABLED[field] for field in on}) > 1:
+        raise ValueError(f"{' and '.join(map(said.spell, on))} disagree: enable one of them")
+    is_open = any(said.fields[field] == AUTO for field in fields)
+    for field in fields:
+        if field in on:
+            yield Claim(field, "precision", ENABLED[field])
+        elif said.get(field) is False and (on or is_open):
+            yield Claim(field, None, why="precision says it")
+        elif said.get(field) is False:
+            yield Claim(field, "precision", "fp32")
+
+
+def _precision(said: Said) -> str:
+    claims = [claim.value for claim in precision(said) if claim.key]
+    return str(claims[0] if claims else said.config.get("precision"))
+
+
+def loss_scale(said: Said) -> Iterator[Claim]:
+    """The details of fp16, which files have also where it is off."""
+    for field, key in SCALE.items():
+        name = f"fp16.{field}"
+        value = whole(said.get(name))
+        if value is None:
+            continue
+        if _precision(said) != "fp16":
+            yield Claim(name, None, why="of precision=fp16 only")
+        elif field == "initial_scale_power":
+            said.require(name, *range(32), why="a power of 2 that fits")
+            yield Claim(name, key, 2**value, "2 to this power")
+        else:
+            is_dynamic = field == "loss_scale" and value == 0
+            yield Claim(name, key, None if is_dynamic else value, "dynamic" if is_dynamic else "")
+
+
+def batch(said: Said) -> Iterator[Claim]:
+    """`train_batch_size` is micro batch times accumulation times dp, and so is ours."""
+    micro, times = (said.whole(field) for field in BATCH)
+    total, dp = said.whole(TOTAL), _dp(said)
+    if micro is None:
+        return
+    if times is None:
+        if dp is not None and not {TOTAL, BATCH[1]} & said.fields.keys():
+            why = "no accumulation, as none is said"
+            yield Claim(TOTAL, "data.global_batch_size", micro * dp, why, implied=True)
+        return
+    name = f"{' * '.join(BATCH)} * topology.dp"
+    if dp is not None and total is None:
+        yield Claim(name, "data.global_batch_size", micro * times * dp)
+    elif dp is not None and total != micro * times * dp:
+        raise ValueError(
+            f"{said.spell(TOTAL)}, but {name} = {micro} * {times} * {dp} = {micro * times * dp}: "
+            f'change one of them, or write "{AUTO}" for one in the file'
+        )
+    elif total is None and said.world_size is None:
+        raise said.refuse(BATCH[0], f"is of one dp rank: set topology.dp, or {TOTAL} in the file")
+
+
+def _dp(said: Said) -> int | None:
+    """The data-parallel degree, where it is known."""
+    degrees = said.config["topology"]
+    pp = said.whole("pipeline.stages") or degrees["pp"]
+    tp = said.whole("tensor_parallel.autotp_size") or degrees["tp"]
+    if isinstance(degrees["dp"], int):
+        return degrees["dp"]
+    if said.world_size is None or not isinstance(pp, int) or not isinstance(tp, int):
+        return None
+    return max(1, said.world_size // max(1, pp * tp))
+
+
+def budget(said: Said) -> Iterator[Claim]:
+    """Parameters there are bytes here."""
+    if (live := said.whole(LIVE)) is not None:
+        size = BYTES.get(_precision(said), 4)
+        yield Claim(LIVE, "zero.gather_budget", live * size, f"bytes, {size} a parameter")
+
+
+def paths(said: Said) -> Iterator[Claim]:
+    """`nvme_path`, which files have also where nothing is on disk."""
+    for group in OFFLOAD:
+        field = f"{group}.nvme_path"
+        if said.get(field) is not None and said.get(f"{group}.device") == "nvme":
+            yield Claim(field, "offload.path", said.get(field))
+        elif said.get(field) is not None:
+            yield Claim(field, None, why='of "device": "nvme" only')
+
+
+def others(said: Said) -> Iterator[Claim]:
+    """What turns recomputing on, and W&B."""
+    if (every := said.whole(INTERVAL)) is not None:
+        yield Claim(INTERVAL, "recompute.mode", "full" if every else "none")
+        if every:
+            yield Claim(INTERVAL, "recompute.every", every)
+    for field in ("partition_activations", "cpu_checkpointing"):
+        if said.get(f"{CHECKPOINTING}.{field}") is True:
+            yield Claim(f"{CHECKPOINTING}.{field}", "recompute.mode", "full", implied=True)
+    if said.get("wandb.enabled") is False:
+        yield Claim("wandb.enabled", "log.wandb.mode", "disabled")
+    elif said.get("wandb.enabled") is not None:
+        said.require("wandb.enabled", True)
+        yield Claim("wandb.enabled", None, why="log.wandb.mode says how")

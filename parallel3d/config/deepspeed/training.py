@@ -1,0 +1,111 @@
+"""The sections `optimizer` and `scheduler`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from .keys import whole
+from .said import Claim, Said
+
+PARAMS = "optimizer.params."
+CURVE = "scheduler.params."
+ADAM = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "adam": ADAM,
+    "adamw": ADAM,
+    "lamb": ADAM,
+    "sgd": {"lr": 1e-3, "weight_decay": 0.0},
+    "muon": {"lr": 1e-3, "weight_decay": 0.0, "momentum": 0.95},
+}
+"""What DeepSpeed takes where `optimizer.params` is silent."""
+ALWAYS = {"torch_adam": (True, False), "bias_correction": (True,), "fp32_optimizer_states": (True,)}
+COMPRESSED = ("onebitadam", "zerooneadam", "onebitlamb")
+
+CURVES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+CURVE_KEYS = {
+    "warmup_num_steps": "optim.warmup_steps",
+    "warmup_max_lr": "optim.lr",
+    "total_num_steps": "train.steps",
+    "cos_min_ratio": "optim.min_lr_ratio",
+}
+CURVE_ONLY = {
+    "warmup_min_lr": (0, "the warm-up rises from lr / warmup_steps"),
+    "warmup_min_ratio": (0, "the warm-up rises from lr / warmup_steps"),
+    "warmup_type": ("linear", "the warm-up is linear"),
+    "last_batch_iteration": (-1, "a resumed run knows its step"),
+}
+
+
+def optimizer(said: Said) -> Iterator[Claim]:
+    """The type, its parameters, and DeepSpeed's defaults of those that are not there."""
+    kind = said.get("optimizer.type")
+    name = str(kind).lower()
+    if name in COMPRESSED:
+        raise said.refuse(
+            "optimizer.type", 'compresses what it sends, as nothing does here: "Adam"'
+        )
+    if kind is not None:
+        decoupled = name == "adam" and said.get(f"{PARAMS}adam_w_mode") is not False
+        why = "Adam is AdamW there, unless adam_w_mode is false" if decoupled else ""
+        yield Claim("optimizer.type", "optim.name", "adamw" if decoupled else name, why)
+        for param, value in DEFAULTS.get(name, {}).items():
+            if PARAMS + param not in said.fields:
+                yield Claim(PARAMS + param, f"optim.{param}", value, implied=True)
+    for field in said.under(PARAMS):
+        param, value = field.removeprefix(PARAMS), said.get(field)
+        if param == "adam_w_mode":
+            yield Claim(field, None, why="optim.name says it")
+        elif param in ALWAYS:
+            said.require(field, *ALWAYS[param])
+            yield Claim(field, None, why="torch's fused optimizer")
+        else:
+            why = "0 for parameters with fewer than two dims" if param == "weight_decay" else ""
+            yield Claim(field, f"optim.{param}", value, why)
+
+
+def scheduler(said: Said) -> Iterator[Claim]:
+    """The curve: a linear warm-up, and how it falls."""
+    kind = said.get("scheduler.type")
+    if kind is not None:
+        said.require("scheduler.type", *CURVES)
+        yield Claim("scheduler.type", "optim.lr_schedule", CURVES[kind])
+        if kind == "WarmupDecayLR":
+            yield Claim("scheduler.type", "optim.min_lr_ratio", 0.0, "it falls to 0")
+        yield from _implied(said, kind)
+    for field in said.under(CURVE):
+        param, value = field.removeprefix(CURVE), whole(said.get(field))
+        if kind not in (None, "WarmupCosineLR") and param in ("cos_min_ratio", "warmup_min_ratio"):
+            raise said.refuse(field, f"is of WarmupCosineLR, but {said.spell('scheduler.type')}")
+        if param in CURVE_KEYS:
+            yield Claim(field, CURVE_KEYS[param], value)
+        else:
+            only, why = CURVE_ONLY[param]
+            said.require(field, only, why=why)
+            yield Claim(field, None, why=why)
+
+
+def _implied(said: Said, kind: str) -> Iterator[Claim]:
+    """DeepSpeed's defaults of a scheduler."""
+    defaults: dict[str, Any] = {"warmup_num_steps": 1000}
+    if kind == "WarmupCosineLR":
+        defaults["cos_min_ratio"] = 1e-4
+    for param, value in defaults.items():
+        if CURVE + param not in said.fields:
+            yield Claim(CURVE + param, CURVE_KEYS[param], value, implied=True)
+    if f"{CURVE}warmup_type" not in said.fields:
+        why = "linear; a logarithmic rise, DeepSpeed's default, is not there"
+        yield Claim(f"{CURVE}warmup_type", None, why=why, implied=True)
+
+
+def decides(field: str) -> str | None:
+    """The key that decides where an optimizer's or scheduler's field is `"auto"`."""
+    if field.startswith(PARAMS):
+        return f"optim.{field.removeprefix(PARAMS)}"
+    names = {"optimizer.type": "optim.name", "scheduler.type": "optim.lr_schedule"}
+    return names.get(field) or CURVE_KEYS.get(field.removeprefix(CURVE))
+
+
+FIELDS = ["optimizer.type", "scheduler.type", *(CURVE + p for p in (*CURVE_KEYS, *CURVE_ONLY))]
+FIELDS += [PARAMS + param for param in (*ADAM, *ALWAYS, "adam_w_mode", "momentum")]
+"""For the nearest name; `optimizer.params` may have any other that the class takes."""

@@ -1,0 +1,191 @@
+"""What a DeepSpeed JSON may not say, and what the message names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from parallel3d import config
+from parallel3d.config import compose, options, read, settle
+
+
+def write(folder: Path, fields: Any) -> str:
+    """The override that names a file with these fields, an object or a text."""
+    path = folder / "ds.json"
+    path.write_text(fields if isinstance(fields, str) else json.dumps(fields))
+    return f"deepspeed={path}"
+
+
+def optim(**params: Any) -> dict[str, Any]:
+    return {"optimizer": {"type": "AdamW", "params": params}}
+
+
+def warmup(kind: str = "WarmupLR", **params: Any) -> dict[str, Any]:
+    return {"scheduler": {"type": kind, "params": params}}
+
+
+def zero(**fields: Any) -> dict[str, Any]:
+    return {"zero_optimization": fields}
+
+
+WRONG: list[tuple[Any, str]] = [
+    ('{"steps_per_print": 1,}', r"deepspeed = '.*ds\.json' is not plain JSON: .*line 1"),
+    ("[]", r"holds no object of fields"),
+    ('{"zero_optimization": {"stage": 1, "stage": 2}}', r"stage is there twice, 1 and 2"),
+    # Not known.
+    ({"train_batchsize": 4}, r"train_batchsize in ds\.json .* did you mean train_batch_size\?"),
+    (zero(stge=2), r"zero_optimization\.stge .* did you mean zero_optimization\.stage\?"),
+    ({"stage": 2}, r"stage in ds\.json .* did you mean zero_optimization\.stage\?"),
+    ({"lr": 1}, r"lr in ds\.json .* did you mean optimizer\.params\.lr\?"),
+    ({"zzz": {}}, r"zzz in ds\.json is not a field that is known; take it away"),
+    ({"optimizer": "Adam"}, r'optimizer = "Adam" .* its fields, such as optimizer\.type'),
+    (zero(offload_optimizer=True), r"offload_optimizer = true .* is no section"),
+    (warmup(warmup_steps=1), r"scheduler\.params\.warmup_steps .*mean .*warmup_num_steps\?"),
+    # Without a counterpart.
+    ({"optimizer": {"type": "OneBitAdam"}}, r'optimizer\.type = "OneBitAdam" in ds\.json comp'),
+    (warmup("OneCycle"), r'"OneCycle" .* no counterpart: write "WarmupLR" or "WarmupDecayLR" or'),
+    (warmup(warmup_type="log"), r'warmup_type = "log" .*warm-up is linear\): write "linear"'),
+    (warmup(warmup_min_lr=0.1), r"warmup_min_lr = 0\.1 in ds\.json has no counterpart .*write 0"),
+    (warmup(cos_min_ratio=0), r'cos_min_ratio = 0 .*WarmupCosineLR, .*type = "WarmupLR"'),
+    (zero(zero_quantized_weights=True), r"zero_quantized_weights = true .*: write false"),
+    (zero(offload_optimizer={"ratio": 0.5}), r"ratio = 0\.5 .*: write 1"),
+    ({"elasticity": {"enabled": True}}, r"elasticity\.enabled = true .*: write false"),
+    ({"amp": {"enabled": True}}, r"amp\.enabled = true in ds\.json has no counterpart"),
+    ({"gradient_allreduce_op": "sum"}, r'gradient_allreduce_op = "sum" .*: write "mean"'),
+    # Not of the type.
+    (zero(offload_param={"device": "ssd"}), r'device = "ssd" in ds\.json is not one of none, cpu'),
+    ({"communication_data_type": "fp8"}, r'"fp8" in ds\.json is not one of fp32, fp16, bf16'),
+    ({"communication_data_type": [1]}, r"\[1\] in ds\.json is not one of fp32"),
+    ({"pipeline": {"stages": 1.5}}, r"pipeline\.stages = 1\.5 in ds\.json is not a whole number"),
+    ({"fp16": {"enabled": "yes"}}, r'fp16\.enabled = "yes" .*: write true or false'),
+    ({"train_micro_batch_size_per_gpu": "4"}, r'per_gpu = "4" in ds\.json is not a whole number'),
+    (
+        {"steps_per_print": "often"},
+        r"log\.every = 'often' is not a whole .*comes from steps_per_print = \"often\" in ds\.json",
+    ),
+    (optim(lr=-1), r"optim\.lr = -1\.0 is below 0.*from optimizer\.params\.lr = -1 in ds\.json"),
+    (optim(amsgrat=True), r"optim\.amsgrat is not a key of torch.*did you mean optim\.amsgrad\?"),
+    (
+        {"optimizer": {"type": "Adamm"}},
+        r"optim\.name = 'adamm' is not .*optim\.name comes from optimizer\.type = \"Adamm\" in",
+    ),
+    # In disagreement with itself.
+    (
+        {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
+        r"fp16\.enabled = true in ds\.json and bf16\.enabled = true in ds\.json disagree",
+    ),
+    (
+        optim(lr=0.1) | warmup(warmup_max_lr=0.2),
+        r"params\.lr = 0\.1 in .* and .*warmup_max_lr = 0\.2 in .* disagree, both are optim\.lr",
+    ),
+    (
+        zero(
+            offload_optimizer={"device": "nvme", "nvme_path": "/a"},
+            offload_param={"device": "nvme", "nvme_path": "/b"},
+        ),
+        r'nvme_path = "/a" in .* and .*nvme_path = "/b" in .* disagree, both are offload\.path',
+    ),
+    (
+        zero(cpu_offload=True, offload_optimizer={"device": "none"}),
+        r"disagree, both are offload\.optimizer",
+    ),
+    (
+        {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2}
+        | {"gradient_accumulation_steps": 4},
+        r"train_batch_size = 32 in ds\.json, but train_micro_batch_size_per_gpu \* "
+        r"gradient_accumulation_steps \* topology\.dp = 2 \* 4 \* 2 = 16: change one",
+    ),
+    (
+        warmup(warmup_type="linear", warmup_num_steps=0) | {"steps_per_print": -1},
+        r"log\.every = -1 is below 0.*steps_per_print = -1 in ds\.json",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), WRONG)
+def test_a_wrong_file_is_refused_by_field_value_and_way_out(
+    fields: Any, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        compose(write(tmp_path, fields), "topology.dp=2")
+
+
+DISAGREE = [
+    (
+        optim(lr=0.1),
+        "optim.lr=0.2",
+        r"optim\.lr = 0\.2 on the command line, but optimizer\.params\.lr",
+    ),
+    (optim(lr=0.1), "optim={lr:0.2}", r"optim\.lr = 0\.2 on the command line, but optimizer"),
+    (optim(), "optim.name=sgd", r"'sgd' on the command line, but optimizer\.type = \"AdamW\" in"),
+    (optim(), "optim._target_=torch.optim.SGD", r"optim\._target_ = torch\.optim\.SGD, but optim"),
+    (zero(stage=1), "zero.stage=0", r"zero\.stage = 0 .* but zero_optimization\.stage = 1 in ds"),
+    ({"bf16": {"enabled": True}}, "precision=fp32", r"'fp32' .* but bf16\.enabled = true in ds"),
+    (warmup("WarmupDecayLR"), "optim.min_lr_ratio=0.1", r"but scheduler\.type = \"WarmupDecayLR\""),
+    ({"pipeline": {"stages": 1}}, "topology.pp=2", r"topology\.pp = 2 .* pipeline\.stages = 1 in"),
+    ({"train_batch_size": 8}, "data.global_batch_size=9", r"= 9 on .* train_batch_size = 8 in ds"),
+    (
+        {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4},
+        "data.global_batch_size=32",
+        r"= 32 on .*per_gpu \* gradient_accumulation_steps \* topology\.dp = 16 of ds\.json",
+    ),
+    ({"gradient_clipping": 1}, "train.max_grad_norm=0", r"max_grad_norm = 0 .*gradient_clipping"),
+]
+
+
+@pytest.mark.parametrize(("fields", "override", "message"), DISAGREE)
+def test_the_command_line_and_the_file_may_not_disagree(
+    fields: dict[str, Any], override: str, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=rf"{message}.*take one of them away, or write \"auto\""):
+        compose(write(tmp_path, fields), override, "topology.dp=2")
+
+
+def test_the_command_line_may_repeat_the_file_and_replaces_what_the_file_implies(
+    tmp_path: Path,
+) -> None:
+    file = write(tmp_path, optim(lr=0.1) | warmup("WarmupCosineLR"))
+    found = compose(file, "optim.lr=1e-1", "optim.weight_decay=0.2", "optim.warmup_steps=3")
+    assert (found.optim.lr, found.optim.weight_decay, found.optim.warmup_steps) == (0.1, 0.2, 3)
+    assert (found.optim.eps, found.optim.min_lr_ratio) == (1e-8, 1e-4)
+
+
+def test_what_is_not_built_is_refused_by_both_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(options.BUILT, "zero.stage", (0, 1))
+    message = (
+        r"zero\.stage = 2 is not built yet: the nearest that works is zero\.stage=1 "
+        r"\(zero\.stage comes from zero_optimization\.stage = 2 in ds\.json\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        compose(write(tmp_path, zero(stage=2)))
+
+
+def test_a_batch_of_one_rank_needs_the_number_of_ranks(tmp_path: Path) -> None:
+    fields = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
+    with pytest.raises(ValueError, match=r"per_gpu = 2 .*: set topology\.dp, or train_batch_size"):
+        compose(write(tmp_path, fields))
+
+
+def test_the_table_is_told_once_and_the_run_keeps_its_values_when_the_file_is_gone(
+    tmp_path: Path,
+) -> None:
+    override = write(tmp_path, optim(lr=0.25) | {"train_micro_batch_size_per_gpu": 4})
+    told: list[Any] = []
+    cfg = OmegaConf.create(config.to_yaml(compose()))
+    cfg.deepspeed = override.partition("=")[2]
+    found = read(cfg, [override], 2, lambda title, rows: told.append((title, rows)))
+    assert found.optim.lr == 0.25 and found.deepspeed == cfg.deepspeed
+    assert settle(found, 1, 2, 1).pipeline.num_microbatches == 1
+    ((title, rows),) = told
+    assert title.startswith(cfg.deepspeed) and ("optimizer.params.lr", "0.25") in [
+        r[:2] for r in rows
+    ]
+    (tmp_path / "config.yaml").write_text(config.to_yaml(found))
+    (tmp_path / "ds.json").unlink()
+    assert config.load(tmp_path / "config.yaml") == found
