@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -95,7 +94,9 @@ def build_engine(config: Config, topology: Topology, model: nn.Module, data: Any
         precision=config.precision,
         fp16=vars(config.fp16) if config.precision == "fp16" else None,
         recompute=config.recompute.mode,
-        offload=asdict(config.offload),
+        recompute_every=config.recompute.every,
+        recompute_partition=config.recompute.partition,
+        offload=vars(config.offload),
         state_dtype=optim.state_dtype,
         max_grad_norm=config.train.max_grad_norm or None,
         max_bad_steps=config.train.max_bad_steps or None,

@@ -79,9 +79,14 @@ class Engine:
         fp16: how the loss of ``fp16`` is scaled, see ``optim.scaler.LossScaler``:
             ``{"initial_scale": 65536, "window": 1000, "hysteresis": 2, "min_scale": 1, "scale":
             None}`` or part of it; ``scale`` is a fixed one.
-        recompute: ``none``, or ``full``: units keep their input only.
+        recompute: ``none``; ``full``, units keep their input only; ``selective``, besides the
+            results of matrix products, attention and collectives.
+        recompute_every: of the units, those whose number it divides are recomputed.
+        recompute_partition: of ``full``; an input that is whole on every tp rank is kept in parts
+            there, which are gathered for the backward.
         offload: what leaves the device, ``{"optimizer": "none", "parameters": "none",
-            "activations": "none", "path": None}`` or part of it; None for nothing.
+            "activations": "none", "path": None}`` or part of it; None for nothing. ``cpu`` is the
+            host's memory; of activations, what autograd saves in 1 MiB or more.
         tied: groups of parameter names, each of which is one parameter, as if the model had been
             built with one Parameter object: ``[("0.weight", "5.weight")]``. The first in model
             order gives its name, values and optimizer group.
@@ -126,6 +131,8 @@ class Engine:
         precision: str = "fp32",
         fp16: Mapping[str, Any] | None = None,
         recompute: str = "none",
+        recompute_every: int = 1,
+        recompute_partition: bool = False,
         offload: Offload | Mapping[str, Any] | None = None,
         state_dtype: str | None = None,
         tied: Sequence[Sequence[str]] | None = None,
@@ -137,7 +144,7 @@ class Engine:
         seed: int = 0,
     ) -> None:
         given = dict(locals())
-        _check(reduce_dtype, precision, recompute, max_grad_norm)
+        _check(reduce_dtype, precision, max_grad_norm)
         _check_zero(zero, zero_reduce, gather_budget, shard_size, topology.dp.size)
         given["offload"] = offloaded = Offload.of(offload)
         _refuse_offload(offloaded)
@@ -358,15 +365,11 @@ def _check_zero(
         )
 
 
-def _check(
-    reduce_dtype: str | None, precision: str, recompute: str, max_grad_norm: float | None
-) -> None:
+def _check(reduce_dtype: str | None, precision: str, max_grad_norm: float | None) -> None:
     if reduce_dtype not in (None, "fp32", "bf16", "fp16"):
         raise ValueError(f"reduce_dtype = {reduce_dtype!r} is not one of None, fp32, bf16, fp16")
     if precision not in DTYPES:
         raise ValueError(f"precision = {precision!r} is not one of {', '.join(DTYPES)}")
-    if recompute not in ("none", "full"):
-        raise ValueError(f"recompute = {recompute!r} is not one of none, full")
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(
             f"max_grad_norm = {max_grad_norm} must be above 0, or None for no clipping"
@@ -374,8 +377,5 @@ def _check(
 
 
 def _refuse_offload(asked: Offload) -> None:
-    for name in ("parameters", "activations"):
-        if getattr(asked, name) != "none":
-            raise ValueError(
-                f"offload.{name} = {getattr(asked, name)} is not built yet: leave it none"
-            )
+    if asked.parameters != "none":
+        raise ValueError(f"offload.parameters = {asked.parameters} is not built yet: leave it none")

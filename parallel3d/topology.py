@@ -131,7 +131,8 @@ class Axis:
     """One rank's view of a group of ranks: what a communicating function is given.
 
     ``rank`` is the own position in ``ranks``, which are global ranks. ``observers`` are called
-    with every communication event on this axis (see ``comm/ledger.py``).
+    with every communication event on this axis (see ``comm/ledger.py``); the last of ``memos``, if
+    any, knows results of collectives that need not be sent for again (``comm/memo.py``).
     """
 
     name: str
@@ -140,6 +141,7 @@ class Axis:
     ranks: tuple[int, ...]
     group: dist.ProcessGroup | None = None
     observers: list[Callable[[Any], None]] = field(default_factory=list, repr=False)
+    memos: list[Any] = field(default_factory=list, repr=False)
 
     @classmethod
     def single(cls, name: str = "tp") -> Axis:

@@ -129,6 +129,11 @@ def _read(arguments: list[str]) -> dict[str, str]:
         given.add(key)
     if options["run"] and (others := sorted(given - OF_A_RUN)):
         raise ValueError(f"{others[0]} is known of a run: with run= go only out and theme")
+    sizes = {"pp", "num_microbatches", "num_chunks"} & given
+    if sizes and Path(options["schedule"]).is_file():
+        raise ValueError(
+            f"{min(sizes)} is known of the program in {options['schedule']}: leave it out"
+        )
     if options["out"] and Path(options["out"]).suffix not in KINDS:
         raise ValueError(f"out = {options['out']!r} must end in {', '.join(KINDS)}")
     if options["theme"] not in THEMES:

@@ -24,6 +24,7 @@ from ..pipeline.runtime import Criterion
 from ..pipeline.stage import Unit
 from ..rng import materialise
 from ..topology import Topology
+from .keeping import activations_of
 from .model import DTYPES, twin
 from .options import Options
 
@@ -53,7 +54,7 @@ def measure(
 
 
 def count_flops(units: list[Unit], topology: Topology, options: Options) -> Measured:
-    """FLOPs of one rank in the place of times; a message costs none. Collective over tp."""
+    """FLOPs of one rank in the place of times; a message costs none. Collective."""
     with flops() as read:
         return Measured(_costs(units, topology, options, read, split=True, compiled=False), 0.0)
 
@@ -76,21 +77,22 @@ def _costs(
     x, target = (_placed(part, topology, options.precision) for part in options.sample)
     end = SumLoss(as_sum(options.loss_fn))
     end.begin([target], lambda: torch.ones((), device=topology.device))
+    activations = activations_of(options, topology)
     known: dict[str, Gauged] = {}
     costs = []
     devices = [topology.device] if topology.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         for unit in units:
             last = end if unit is units[-1] else None
-            key = _key(unit, x, last)
-            if key not in known:
-                # On a copy with values of its own, which goes when it is done.
-                module = _copy(unit, topology.device, DTYPES[options.precision])
+            key = _key(unit, x, activations.repeats(unit), last)
+            # An attribute may differ on one rank only; all must measure, or none.
+            if not all(all_gather_objects(key in known, topology.world)):
+                copy = _copy(unit, topology.device, DTYPES[options.precision])
                 known[key] = gauge(
-                    unit._replace(module=module),
+                    copy,
                     x,
                     read,
-                    recompute=options.recompute == "full",
+                    activations=activations,
                     end=last,
                     split=split,
                     compiled=compiled,
@@ -100,7 +102,8 @@ def _costs(
     return costs
 
 
-def _copy(unit: Unit, device: torch.device, dtype: torch.dtype) -> nn.Module:
+def _copy(unit: Unit, device: torch.device, dtype: torch.dtype) -> Unit:
+    """With values of its own, which go when it is done."""
     module = twin(unit.module)
     made: dict[int, nn.Parameter] = {}
     for part in module.modules():
@@ -118,7 +121,7 @@ def _copy(unit: Unit, device: torch.device, dtype: torch.dtype) -> nn.Module:
     for parameter in module.parameters():
         if parameter.is_floating_point():
             _fit(parameter, dtype)
-    return module
+    return unit._replace(module=module)
 
 
 def _fit(parameter: nn.Parameter, dtype: torch.dtype) -> None:
@@ -140,8 +143,8 @@ def _placed(tree: Any, topology: Topology, precision: str) -> Any:
     return tree_map_only(Tensor, place, tree)
 
 
-def _key(unit: Unit, x: Any, end: Criterion | None) -> str:
-    """What is the same for units that cost the same: structure, sizes, input, and the loss."""
+def _key(unit: Unit, x: Any, repeats: bool, end: Criterion | None) -> str:
+    """What is the same for units that cost the same: structure, sizes, input, recompute, loss."""
     leaves, spec = tree_flatten(x)
     sizes = [(name, tuple(p.shape), p.requires_grad) for name, p in unit.module.named_parameters()]
     options = [_plain(module) for module in unit.module.modules()]
@@ -149,7 +152,7 @@ def _key(unit: Unit, x: Any, end: Criterion | None) -> str:
         (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
         for leaf in leaves
     ]
-    return repr((repr(unit.module), sizes, options, spec, given, end is None))
+    return repr((repr(unit.module), sizes, options, spec, given, repeats, end is None))
 
 
 def _plain(module: nn.Module) -> list[tuple[str, Any]]:

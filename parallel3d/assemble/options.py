@@ -83,6 +83,8 @@ class Options:
     reduce_dtype: str | None = None
     precision: str = "fp32"
     recompute: str = "none"
+    recompute_every: int = 1
+    recompute_partition: bool = False
     offload: Offload = Offload()
     state_dtype: str | None = None
     tied: Sequence[Sequence[str]] | None = None

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..comm.host import host_axis
 from ..comm.ledger import Ledger
 from ..comm.lines import open_lines
 from ..comm.p2p import Edge, open_channels
@@ -22,6 +23,7 @@ from ..pipeline.stage import Stage, Unit
 from ..topology import Topology
 from ..zero.shards import Shards
 from .flats import Sharding, flats_of, frozen_of, groups_of, kept_of
+from .keeping import activations_of, check_activations
 from .model import (
     DTYPES,
     Facts,
@@ -89,11 +91,14 @@ def assemble(model: nn.Module, topology: Topology, options: Options) -> Parts:
     num_items = options.num_items or default_num_items(options.loss_fn)
     facts = facts_of(units)
     check_placements(facts)
+    check_activations(options, topology.tp.size)
     programs, cuts, costs, unit = make_plan(units, facts, topology, options)
     groups, group_of = groups_of(units, facts, options.param_groups)
     check_optimizer(options, groups, topology.device)
     ledger = Ledger()
-    ledger.attach(topology.pp, topology.dp, topology.tp)
+    host = host_axis(topology.rank)
+    ledger.attach(topology.pp, topology.dp, topology.tp, host)
+    activations = activations_of(options, topology, host)
     home = programs.rank_of_stage
     home_of = [home[stage] for stage, (start, stop) in enumerate(cuts) for _ in range(start, stop)]
     sharding = Sharding.open(topology, options)
@@ -102,7 +107,7 @@ def assemble(model: nn.Module, topology: Topology, options: Options) -> Parts:
         index: Stage(
             index,
             units[start:stop],
-            recompute=options.recompute == "full",
+            activations=activations,
             weights=shards,
             split=programs.splits_backward,
         )
@@ -123,7 +128,7 @@ def assemble(model: nn.Module, topology: Topology, options: Options) -> Parts:
         programs,
         shards,
         NormSlots(placed, shards.trained(), topology.tp, sharding.axis, sharding.replicas),
-        make_optimizer(shards, groups, topology, options, ledger),
+        make_optimizer(shards, groups, topology, options, host),
         SumLoss(loss_fn),
         num_items,
         ledger,

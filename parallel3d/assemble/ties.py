@@ -45,6 +45,8 @@ def tie_by_name(units: list[Unit], groups: Sequence[Sequence[str]]) -> None:
     Equals a model that was built with shared Parameter objects. Raises ValueError for a name that
     the model lacks, and for parameters that differ in shape, dtype, device or ``requires_grad``.
     """
+    if not isinstance(groups, list | tuple):
+        raise ValueError(f"tied = {groups!r} is no list of groups: [('0.weight', '5.weight')] is")
     for group in groups:
         named = {
             f"{unit.name}.{path}": parameter
@@ -64,14 +66,14 @@ def tie_by_name(units: list[Unit], groups: Sequence[Sequence[str]]) -> None:
 
 
 def _check_group(group: Sequence[str], named: Mapping[str, nn.Parameter]) -> None:
-    if isinstance(group, str) or len(group) < 2:
+    if not isinstance(group, list | tuple) or len(group) < 2:
         raise ValueError(
             f"tied has {group!r}, which is no group of two names or more: it is a list of groups, "
             f"for example [('0.weight', '5.weight')]"
         )
     for name in group:
         if name not in named:
-            close = get_close_matches(name, named, n=1, cutoff=0.0)
+            close = get_close_matches(str(name), named, n=1, cutoff=0.0)
             nearest = f"; did you mean {close[0]}?" if close else ", which has none"
             raise ValueError(f"tied names {name}, which is no parameter of the model{nearest}")
 

@@ -8,13 +8,11 @@ from pathlib import Path
 import torch
 
 from ..checkpoint.agree import agree
-from ..comm.host import host_axis
-from ..comm.ledger import Ledger
 from ..optim.bundle import Options as Group
 from ..optim.narrow import check_narrow
 from ..optim.optimizer import Apart, ShardedOptimizer
 from ..optim.probe import check_elementwise
-from ..topology import Topology
+from ..topology import Axis, Topology
 from ..zero.disk import DiskStore
 from ..zero.shards import Shards
 from ..zero.store import Store
@@ -35,15 +33,15 @@ def check_optimizer(options: Options, groups: Sequence[Group], device: torch.dev
 
 
 def make_optimizer(
-    shards: Shards, groups: Sequence[Group], topology: Topology, options: Options, ledger: Ledger
+    shards: Shards, groups: Sequence[Group], topology: Topology, options: Options, host: Axis
 ) -> ShardedOptimizer:
-    """Over what of the shards is updated here. Collective.
+    """Over what of the shards is updated here; copies are counted on ``host``. Collective.
 
     Raises OSError or RuntimeError, on every rank, where a rank's disk cannot take its state.
     """
 
     def make() -> ShardedOptimizer:
-        apart = _apart(shards, topology, options, ledger)
+        apart = _apart(shards, topology, options, host)
         made = (options.optimizer, shards.trained(), groups, options.lr_schedule)
         return ShardedOptimizer(*made, apart)
 
@@ -52,7 +50,7 @@ def make_optimizer(
     return agree(topology.world, make)
 
 
-def _apart(shards: Shards, topology: Topology, options: Options, ledger: Ledger) -> Apart | None:
+def _apart(shards: Shards, topology: Topology, options: Options, host: Axis) -> Apart | None:
     dtype = STATE_DTYPES[options.state_dtype]
     store = _store(options.offload, topology)
     flats = {
@@ -62,8 +60,6 @@ def _apart(shards: Shards, topology: Topology, options: Options, ledger: Ledger)
     flats = {unit: mine for unit, mine in flats.items() if mine}
     if store is None:
         return None if dtype is None else Apart(flats, dtype)
-    host = host_axis(topology.rank)
-    ledger.attach(host)
     shards.host = HostUpdates(flats, store, host, topology.device)
     return Apart(flats, dtype, shards.host)
 

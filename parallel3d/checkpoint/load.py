@@ -121,8 +121,8 @@ def _compare(manifest: Manifest, fragments: Sequence[Fragment], world: Axis) -> 
 def _settle(folder: Path, found: Differences, strict: bool, world: Axis) -> None:
     if found.shapes or (strict and any(found)):
         raise ValueError(
-            f"checkpoint {folder} does not fit the model: {found}"
-            + ("; strict=False loads what fits" if not found.shapes else "")
+            f"checkpoint {folder} does not fit the model: {found}: build the model that it was "
+            f"saved of, with the same sizes, ties and optimizer"
         )
     if any(found) and world.rank == 0:
         warnings.warn(f"loading what fits of checkpoint {folder}: {found}", stacklevel=3)

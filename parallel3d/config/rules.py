@@ -72,6 +72,7 @@ def check(config: Config) -> None:
         _microbatches,
     ):
         rule(config)
+    _recompute(config)
     for key in options.BUILT:
         options.require_built(key, get(config, key))
 
@@ -89,6 +90,7 @@ def settle(config: Config, pp: int, dp: int, tp: int) -> Config:
             f"set model.num_heads={-(-heads // tp) * tp}, or a topology.tp that divides {heads}"
         )
     _shard_size(config, dp)
+    _recompute(config, tp)
     return replace(
         config,
         topology=Degrees(pp, dp, tp),
@@ -274,6 +276,11 @@ def _microbatches(config: Config) -> None:
             "pipeline.num_microbatches and data.microbatch_size are both null: "
             "set one of them, for example pipeline.num_microbatches=4"
         )
+
+
+def _recompute(config: Config, tp: int | None = None) -> None:
+    about = config.recompute
+    options.check_recompute(about.mode, about.every, about.partition, config.compile, tp)
 
 
 def _flat(config: Any, path: str = "") -> dict[str, Any]:

@@ -55,7 +55,10 @@ class Fp16:
 
 @dataclass(frozen=True)
 class Recompute:
-    """Which activations are computed again in the backward."""
+    """Which activations are computed again in the backward.
+
+    Those of every `every`-th unit; `partition` cuts the inputs that are kept over tp.
+    """
 
     mode: options.RecomputeMode
     every: int
@@ -68,7 +71,7 @@ class Offload:
 
     optimizer: options.OffloadTo
     parameters: options.OffloadTo
-    activations: options.OffloadTo
+    activations: options.OffloadToHost
     path: str | None
 
 

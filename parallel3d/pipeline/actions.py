@@ -55,7 +55,7 @@ class Schedule(NamedTuple):
     num_chunks: int
 
 
-_ACTION = re.compile(rf"(\d+)({'|'.join(op.value for op in Op)})(\d+)")
+_ACTION = re.compile(rf"([0-9]+)({'|'.join(op.value for op in Op)})([0-9]+)")
 
 
 def parse_action(text: str) -> Action:

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
+from .activations import Activations
 from .costs import UnitCosts
 from .runtime import Criterion
 from .stage import Stage, Unit
@@ -61,7 +62,7 @@ def gauge(
     x: Any,
     read: Read,
     *,
-    recompute: bool,
+    activations: Activations,
     end: Criterion | None,
     split: bool = True,
     compiled: bool = False,
@@ -73,11 +74,11 @@ def gauge(
     their weight gradients do; all else of a backward counts as input gradient. ``end`` follows the
     last unit.
     """
-    stage = _stage(unit, recompute, split)
+    stage = _stage(unit, activations, split)
     output, saved, deferred = _bytes(stage, unit, x, end)
     if compiled:
         unit.module.compile()
-        stage = _stage(unit, recompute, split)
+        stage = _stage(unit, activations, split)
     runs = [_run(stage, split, x, read, end) for _ in range(REPEATS + 1)][1:]
     forward, input_grad, weight_grad = map(min, zip(*runs, strict=True))
     handed = 0 if end else sum(map(_size, _tensors(output)))
@@ -85,8 +86,8 @@ def gauge(
     return Gauged(costs, output)
 
 
-def _stage(unit: Unit, recompute: bool, split: bool) -> Stage:
-    stage = Stage(0, [unit], recompute=recompute, split=split)
+def _stage(unit: Unit, activations: Activations, split: bool) -> Stage:
+    stage = Stage(0, [unit], activations=activations, split=split)
     stage.train(True)
     return stage
 
@@ -139,15 +140,16 @@ def _bytes(stage: Stage, unit: Unit, x: Any, end: Criterion | None) -> tuple[Any
         return tensor
 
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    with nullcontext() if stage.recompute else hooks:  # the graph of an outline is dropped
+    # The graph of a forward that will be repeated is dropped.
+    with nullcontext() if stage.activations.repeats(unit) else hooks:
         output = stage.forward(0, x, 0)
+    saved.add(*stage.kept(0))
     with hooks:
         if end is not None:
             end.forward(0, output)
     for handle in handles:
         handle.remove()
     stage.clear()
-    saved.add(*_tensors(x))
     return output, saved.bytes(own), deferred.bytes(own)
 
 

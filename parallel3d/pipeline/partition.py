@@ -51,6 +51,8 @@ def partition(
             " pipeline.num_chunks): lower one of these, or make a model of more units"
         )
     if not isinstance(method, str):
+        if not all(isinstance(cut, int) for cut in method):
+            raise ValueError(f"pipeline.partition = {list(method)}: cuts are numbers of units")
         return _explicit(len(costs), num_stages, list(method))
     if method not in METHODS:
         raise ValueError(

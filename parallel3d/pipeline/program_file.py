@@ -32,6 +32,8 @@ def read_program(path: str | Path, num_ranks: int | None = None, each: bool = Fa
     Raises ValueError, with the name of the file, for a word that is no action (and its line), for
     what ``given_program`` refuses, and if there is no such file.
     """
+    if Path(path).exists() and not Path(path).is_file():
+        raise ValueError(f"pipeline.schedule = {str(path)!r} is no file of actions")
     if not Path(path).is_file():
         raise ValueError(
             f"pipeline.schedule = {str(path)!r}: there is no such file; write the actions of each"

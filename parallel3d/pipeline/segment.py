@@ -8,10 +8,6 @@ hooks, and recompute is per unit. The numbers are those of one graph over all un
 [Note: aliases] A unit's outputs that share memory are handed on as separate copies. A unit that
 worked in place on one would change the other too, but only while both lie on one rank, and each
 would get a gradient that knows nothing of the other.
-
-[Note: outlines] A segment that will be repeated is run with its graph all the same, and the graph
-dropped at once. Only so is it known which outputs need a gradient, and only so are its kernels and
-its compiled code those of the repeat. It needs no more memory than the repeat will.
 """
 
 from __future__ import annotations
@@ -45,41 +41,32 @@ class Unit(NamedTuple):
 class Segment:
     """What a unit keeps of one microbatch until its backward: its input, and its graph.
 
-    ``x`` is a pytree of leaves, ``seed`` the key of the microbatch's random numbers.
+    ``x`` is a pytree of leaves, ``seed`` the key of the microbatch's random numbers. In order:
+    ``forward``, ``fetch`` a while before the backward, ``prepare`` right before it, ``backward``.
     """
+
+    repeats = False
+    """Whether ``prepare`` uses the unit."""
 
     def __init__(self, unit: Unit, x: Any, seed: int) -> None:
         self.unit, self.seed = unit, seed
         self.leaves, self.spec = tree_flatten(x)
         self.needs: list[bool] = []
         self.edges: list[GradientEdge] = []
-        self.versions: list[int] = []
 
     def forward(self) -> Any:
         """Run the unit with a graph; the outputs come back as leaves of the next unit."""
-        return hand_on(*self._trace(), self.needs)
+        return hand_on(*self.trace(), self.needs)
 
-    def outline(self) -> Any:
-        """As ``forward``, but the graph is dropped: ``repeat`` makes it again.
+    def fetch(self) -> None:
+        """Begin to bring back what was put elsewhere."""
 
-        Raises RuntimeError if the unit has written into its input or a buffer.
-        """
-        self.versions = self._versions()
-        outputs = self.forward()
-        self.edges = []
-        self._check_repeatable()
-        return outputs
+    def prepare(self) -> None:
+        """Have all there that the backward needs."""
 
-    def repeat(self) -> None:
-        """Make the graph that ``outline`` has dropped, from the same input."""
-        self._check_repeatable()
-        needs = self.needs
-        self._trace()
-        if self.needs != needs:
-            raise RuntimeError(
-                f"unit {self.unit.name} gives outputs of which others need a gradient when its "
-                f"forward is repeated: use recompute.mode=none"
-            )
+    def kept(self) -> list[Tensor]:
+        """What is kept on the device besides the graph."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     def backward(self, gradients: list[Tensor]) -> list[Tensor]:
         """From the gradients of the outputs that need one to those of the inputs that do.
@@ -95,25 +82,17 @@ class Segment:
         leaves, self.leaves = self.leaves, []
         return [_take_gradient(leaf) for leaf in filter(_needs_grad, leaves)]
 
-    def _trace(self) -> Outputs:
+    def trace(self) -> Outputs:
+        """Run the unit with a graph, whose edges are kept."""
         with torch.enable_grad():
-            leaves = [enter(leaf) for leaf in self.leaves]
-            outputs, spec = self.unit.run(leaves, self.spec, self.seed)
+            outputs, spec = self.unit.run(self.enter(), self.spec, self.seed)
         self.needs = [_needs_grad(output) for output in outputs]
         self.edges = [get_gradient_edge(output) for output in filter(_needs_grad, outputs)]
         return outputs, spec
 
-    def _versions(self) -> list[int]:
-        """How often what a repeated forward would start from has been written."""
-        tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
-        return [tensor._version for tensor in (*tensors, *self.unit.module.buffers())]
-
-    def _check_repeatable(self) -> None:
-        if self.versions != self._versions():
-            raise RuntimeError(
-                f"unit {self.unit.name} changes its input or a buffer in place, so its forward "
-                f"cannot be repeated: use recompute.mode=none, or let it work on a copy"
-            )
+    def enter(self) -> list[Any]:
+        """The leaves as the unit is given them."""
+        return [enter(leaf) for leaf in self.leaves]
 
 
 class _Enter(Function):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from .activations import Activations
 from .segment import Segment, Unit, hand_on
 
 Deferred = tuple[nn.Parameter, Callable[[], Tensor]]
@@ -66,7 +67,7 @@ class Stage:
     Args:
         index: of the stage in the model.
         units: in order.
-        recompute: keep a unit's input only, and run its forward again in backward.
+        activations: what a unit keeps between forward and backward.
         weights: told of each use of a unit's parameters.
         split: ``input_grad`` and ``weight_grad`` will be called instead of ``backward``; layers
             with a ``defer`` attribute are given one.
@@ -80,11 +81,12 @@ class Stage:
         index: int,
         units: list[Unit],
         *,
-        recompute: bool = False,
+        activations: Activations | None = None,
         weights: Weights | None = None,
         split: bool = False,
     ) -> None:
-        self.index, self.units, self.recompute = index, units, recompute
+        self.index, self.units = index, units
+        self.activations = activations or Activations()
         self.weights = weights or AtHand()
         self._kept: dict[int, list[Segment]] = {}
         self._deferred: dict[tuple[int, int], deque[Deferred]] = {}
@@ -104,6 +106,10 @@ class Stage:
         late = {layer.weight for layer in self._deferring}
         trained = {p for unit in self.units for p in unit.module.parameters() if p.requires_grad}
         return sum(p.numel() for p in trained & late), sum(p.numel() for p in trained)
+
+    def kept(self, microbatch: int) -> list[Tensor]:
+        """What a microbatch's units keep on the device besides their graphs."""
+        return [tensor for segment in self._kept[microbatch] for tensor in segment.kept()]
 
     def clear(self) -> None:
         """Forget unfinished microbatches, after an error."""
@@ -131,9 +137,9 @@ class Stage:
         kept = self._kept[microbatch] = []
         for unit in self.units:
             self.weights.before_forward(unit.number)
-            segment = Segment(unit, x, seed)
+            segment = self.activations.segment(unit, x, seed)
             with self._inside(unit):
-                x = segment.outline() if self.recompute else segment.forward()
+                x = segment.forward()
             kept.append(segment)
         return x
 
@@ -178,14 +184,18 @@ class Stage:
         return None
 
     def _finish(self, microbatch: int) -> Iterator[tuple[Unit, Segment]]:
-        """The units in reverse with what they kept, ready for their backward."""
+        """The units in reverse with what they kept, ready for their backward.
+
+        What one has put elsewhere begins to come back before the backward of the unit after it.
+        """
         kept = self._kept.pop(microbatch)
         for unit in reversed(self.units):
             segment = kept.pop()
+            for each in (segment, *kept[-1:]):
+                each.fetch()
             self.weights.before_backward(unit.number, microbatch)
-            if self.recompute:
-                with self._inside(unit):
-                    segment.repeat()
+            with self._inside(unit):
+                segment.prepare()
             yield unit, segment
 
     @contextmanager

@@ -96,7 +96,7 @@ READERS: dict[str, Callable[[str, str], Any]] = {
     "zero": _zero,
     "schedule": _some_of(*SCHEDULES),
     "num_chunks": _num_chunks,
-    "recompute": _some_of("none", "full"),
+    "recompute": _some_of("none", "full", "selective"),
     "reduce": _some_of("each", "last"),
     "model": _list,
     "steps": _count("steps"),

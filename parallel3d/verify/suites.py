@@ -21,7 +21,7 @@ class Choices(NamedTuple):
     layouts: Sequence[str] = (*LAYOUTS, "4x1x1", "4x2x1")
     zero: Sequence[int] = (0, 1, 2, 3)
     schedule: Sequence[str] = SCHEDULES
-    recompute: Sequence[str] = ("none", "full")
+    recompute: Sequence[str] = ("none", "full", "selective")
     num_chunks: Sequence[int | None] = (None,)
     reduce: Sequence[str] = ("each", "last")
 

@@ -98,3 +98,16 @@ def test_values_that_only_init_would_give_are_not_needed() -> None:
     asked = options(init=lambda name, tensor: fill(tensor))
     units = count_flops(units_of(model), Topology.init(device="cpu"), asked).units
     assert [unit.forward for unit in units] == [2 * 4 * WIDTH * WIDTH] * 2
+
+
+def costs_of_marked(topology: Topology) -> int:
+    """Blocks that differ in an attribute on one rank of tp alone; each has sums over tp."""
+    with torch.device("meta"):
+        model = nn.Sequential(*[Block(topology) for _ in range(3)])
+    for layer, block in enumerate(model):
+        block.mark = layer * topology.tp.rank
+    return len(measure(units_of(model), topology, options())[0])
+
+
+def test_ranks_measure_the_same_units_also_where_they_take_them_for_different_ones() -> None:
+    assert run_on(Grid(tp=2), costs_of_marked) == [3, 3]

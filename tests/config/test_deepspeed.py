@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from copy import deepcopy
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from parallel3d.config import compose, deepspeed, to_plain
+from parallel3d.config import compose, deepspeed, options, to_plain
 from parallel3d.config.deepspeed import Mapped, leaves
 
 EXAMPLES = Path(__file__).parent / "deepspeed"
@@ -88,6 +89,33 @@ def test_every_key_of_a_whole_file_is_taken_over(tmp_path: Path) -> None:
     assert found.claims.keys() == WHOLE.keys()
 
 
+def test_every_key_of_a_whole_file_is_one_of_the_schema_and_of_its_type(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(options, "BUILT", {})
+    found = dict(leaves(to_plain(compose(f"deepspeed={EXAMPLES / 'whole.json'}", "topology.dp=2"))))
+    assert {key: found[key] for key in WHOLE} == WHOLE
+
+
+def test_a_file_is_the_same_as_its_keys_on_the_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    fields = {
+        "train_batch_size": 16,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 2.0,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 7}},
+        "zero_optimization": {"stage": 0},
+    }
+    path.write_text(json.dumps(fields))
+    keys = ["data.global_batch_size=16", "data.microbatch_size=2", "train.max_grad_norm=2.0"]
+    keys += ["optim.name=sgd", "optim.lr=0.1", "optim.momentum=0.9", "optim.weight_decay=0"]
+    keys += ["optim.lr_schedule=linear", "optim.warmup_steps=7", "optim.min_lr_ratio=0"]
+    keys += ["zero.stage=0"]
+    found = compose(f"deepspeed={path}")
+    assert found == replace(compose(*keys), deepspeed=str(path))
+
+
 def test_every_field_has_a_row_with_its_key_or_the_reason_why_it_needs_none(tmp_path: Path) -> None:
     for path in sorted(EXAMPLES.glob("*.json")):
         found, _ = mapped(path, tmp_path)
@@ -124,6 +152,19 @@ def test_an_example_changes_only_what_it_says(name: str, tmp_path: Path) -> None
     before = dict(leaves(defaults()))
     changed = {key for key in keys if keys[key] != before[key]} - {"deepspeed"}
     assert changed <= found.claims.keys()
+
+
+def test_precision_is_left_open_where_one_of_the_two_is(tmp_path: Path) -> None:
+    file: dict[str, Any] = {"fp16": {"enabled": "auto", "hysteresis": 4}}
+    file["bf16"] = {"enabled": False}
+    for precision, hysteresis in (("fp64", 2), ("fp16", 4)):
+        _, keys = mapped(file, tmp_path, precision=precision)
+        assert (keys["precision"], keys["fp16.hysteresis"]) == (precision, hysteresis)
+
+
+def test_a_field_that_is_there_counts_before_a_default_of_another(tmp_path: Path) -> None:
+    file = {"optimizer": {"type": "AdamW"}, "scheduler": {"params": {"warmup_max_lr": 0.5}}}
+    assert mapped(file, tmp_path)[1]["optim.lr"] == 0.5
 
 
 def test_auto_leaves_the_key_to_the_command_line_and_the_table_shows_it(tmp_path: Path) -> None:
@@ -163,6 +204,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ),
     ({"fp16": {"enabled": False}}, {"precision": "fp32"}),
     ({"bfloat16": {"enabled": True}, "fp16": {"enabled": "auto"}}, {"precision": "bf16"}),
+    ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": False}}, {"precision": "fp32"}),
     ({"fp16": {"enabled": True, "loss_scale": 128}}, {"precision": "fp16", "fp16.scale": 128}),
     ({"communication_data_type": "bfp16"}, {"zero.reduce_dtype": "bf16"}),
     ({"communication_data_type": None}, {"zero.reduce_dtype": None}),
@@ -219,6 +261,7 @@ BATCHES: list[tuple[tuple[Any, Any, Any], tuple[Any, Any, Any]]] = [
 ]
 
 
+@pytest.mark.report("OpenRLHF/OpenRLHF#1291")
 @pytest.mark.parametrize(("said", "expected"), BATCHES)
 def test_the_batch_is_micro_times_accumulation_times_dp(
     said: tuple[Any, ...], expected: tuple[Any, ...], tmp_path: Path
@@ -245,4 +288,8 @@ def test_the_table_tells_defaults_of_deepspeed_from_what_the_command_line_says(
     found, _ = mapped({"optimizer": {"type": "AdamW"}}, tmp_path, optim__eps=0.5)
     absent = {field: rest for field, shown, *rest in found.rows if shown == "-"}
     assert absent["optimizer.params.lr"] == ["optim.lr", "0.001", "DeepSpeed's default"]
+    curve, _ = mapped({"scheduler": {"type": "WarmupDecayLR"}}, tmp_path)
+    notes = {field: rest for field, shown, *rest in curve.rows if shown == "-"}
+    assert notes["scheduler.params.warmup_max_lr"][2].startswith("optim.lr is the top")
+    assert notes["scheduler.params.warmup_type"][2].startswith("linear")
     assert absent["optimizer.params.eps"] == ["optim.eps", "0.5", "said elsewhere"]

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from parallel3d import config
@@ -33,6 +31,11 @@ WRONG = [
     ("train.steps=0", r"train\.steps = 0 is below 1: the least is train\.steps=1"),
     ("topology.pp=null", r"topology\.pp and topology\.dp are null: at most one"),
     ("pipeline.num_microbatches=null", r"are both null: set one of them"),
+    ("recompute.mode=all", r"recompute\.mode = 'all' is not one of none, full, selective"),
+    ("recompute.every=0", r"recompute\.every = 0 is below 1: the least is recompute\.every=1"),
+    ("recompute.every=2", r"every = 2, but recompute\.mode = none repeats no unit: set"),
+    ("recompute.partition=true", r"partition = true .* that is none: set recompute\.mode=full"),
+    ("offload.activations=disk", r"offload\.activations = 'disk' is not one of none, cpu"),
 ]
 
 
@@ -43,13 +46,7 @@ def test_a_broken_rule_names_value_rule_and_way_out(override: str, message: str)
 
 
 NOT_BUILT = {
-    "zero.stage=2": "zero.stage=1",
-    "zero.stage=3": "zero.stage=1",
-    "zero.shard_size=2": "zero.shard_size=null",
-    "recompute.every=2": "recompute.every=1",
-    "recompute.partition=true": "recompute.partition=false",
     "offload.parameters=cpu": "offload.parameters=none",
-    "offload.activations=disk": "offload.activations=none",
 }
 
 
@@ -108,6 +105,18 @@ def test_size_and_number_of_microbatches_must_agree_when_both_are_given() -> Non
         settle(compose(*both, "pipeline.num_microbatches=4"), pp=1, dp=2, tp=1)
 
 
+def test_inputs_are_cut_over_more_than_one_rank_of_tp_only() -> None:
+    read = compose("recompute.mode=full", "recompute.partition=true")
+    assert settle(read, pp=1, dp=2, tp=2).recompute.partition
+    with pytest.raises(ValueError, match=r"partition = true cuts over tp, but topology\.tp = 1: "):
+        settle(read, pp=1, dp=4, tp=1)
+
+
+def test_operations_of_compiled_units_cannot_be_chosen_from() -> None:
+    with pytest.raises(ValueError, match=r"mode = selective .* set recompute\.mode=full, or comp"):
+        compose("recompute.mode=selective", "compile=true")
+
+
 def test_heads_must_divide_over_tp() -> None:
     read = compose("model.num_heads=3", "model.width=96")
     with pytest.raises(ValueError, match=r"model\.num_heads = 3 .* topology\.tp = 4: .*heads=4"):
@@ -145,9 +154,3 @@ def test_a_misspelt_key_of_an_optimizer_by_target_is_refused() -> None:
 def test_a_target_is_called_with_its_keys_and_what_it_takes_of_the_offered() -> None:
     group = {"_target_": "fractions.Fraction", "numerator": 1, "denominator": None}
     assert config.call(group, "model", denominator=2, topology=None).denominator == 2
-
-
-def test_options_list_no_value_that_the_schema_lacks() -> None:
-    read = compose()
-    for stage in options.BUILT["zero.stage"]:
-        assert replace(read.zero, stage=stage).stage in (0, 1, 2, 3)

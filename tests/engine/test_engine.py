@@ -250,8 +250,6 @@ def test_the_norm_is_reported_before_clipping_and_the_update_is_clipped() -> Non
 
 
 WRONG = {
-    "zero = 2 is not built yet: use zero=0 or zero=1": {"zero": 2},
-    "zero = 3 is not built yet: use zero=0 or zero=1": {"zero": 3},
     "zero = 4 is not one of 0, 1, 2, 3": {"zero": 4},
     "zero_reduce = 'never' is not one of each, last": {"zero_reduce": "never"},
     "reduce_dtype = 'fp64' is not one of None, fp32, bf16, fp16": {"reduce_dtype": "fp64"},
@@ -264,7 +262,22 @@ WRONG = {
         "precision": "fp16",
         "fp16": {"windows": 5},
     },
-    "recompute = 'some' is not one of none, full": {"recompute": "some"},
+    "recompute.mode = 'some' is not one of none, full, selective": {"recompute": "some"},
+    "recompute.every = 0 is below 1": {"recompute": "full", "recompute_every": 0},
+    "recompute.every = 2, but recompute.mode = none repeats no unit": {"recompute_every": 2},
+    "recompute.mode = full keeps, but that is none: set": {"recompute_partition": True},
+    "recompute.mode = full keeps, but that is selective: set": {
+        "recompute": "selective",
+        "recompute_partition": True,
+    },
+    "recompute.partition = true cuts over tp, but topology.tp = 1": {
+        "recompute": "full",
+        "recompute_partition": True,
+    },
+    "recompute.mode = selective .* a compiled unit hides": {
+        "recompute": "selective",
+        "compile": True,
+    },
     "max_grad_norm = 0 must be above 0": {"max_grad_norm": 0},
     "offload = 'cpu' is not a mapping": {"offload": "cpu"},
     "offload.optimiser is not a key; did you mean offload.optimizer": {
@@ -275,8 +288,8 @@ WRONG = {
     "state_dtype = 'fp8' is not one of None, bf16": {"state_dtype": "fp8"},
     r"AdamW with betas = \(0.9, 0.999\) and optim.state_dtype = bf16": {"state_dtype": "bf16"},
     "offload.parameters = 'disk' is not one of none, cpu": {"offload": {"parameters": "disk"}},
-    "gather_budget = 1 is not built yet": {"gather_budget": 1},
-    "shard_size = 2 is not built yet": {"shard_size": 2},
+    "gather_budget = -1 is a number of bytes, 0 or more": {"gather_budget": -1},
+    "shard_size = 2 does not divide dp = 1: use one of 1": {"shard_size": 2},
     "LBFGS cannot update flat pieces": {"optimizer": torch.optim.LBFGS},
     "Adafactor is not elementwise": {"optimizer": torch.optim.Adafactor},
 }

@@ -7,25 +7,29 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d import ColumnParallelLinear
+from parallel3d.pipeline.activations import Activations
 from parallel3d.pipeline.costs import UnitCosts
 from parallel3d.pipeline.criterion import SumLoss
 from parallel3d.pipeline.gauge import Gauged, flops, gauge, seconds
 from parallel3d.pipeline.stage import Unit
 from parallel3d.topology import Axis
+from tests.pipeline.units import keeping
 
 ROWS, WIDTH, WIDE = 3, 8, 16
 PRODUCT = 2 * ROWS * WIDTH * WIDE  # FLOPs of [3, 8] x [8, 16]
 SQUARED = nn.MSELoss(reduction="sum")
 
 
-def gauged(module: nn.Module, x: Tensor, recompute: bool = False, loss: bool = False) -> Gauged:
+def gauged(
+    module: nn.Module, x: Tensor, recompute: bool | str | Activations = False, loss: bool = False
+) -> Gauged:
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter)
     end = SumLoss(SQUARED) if loss else None
     if end is not None:
         end.begin([torch.zeros(ROWS, WIDE)], lambda: torch.ones(()))
     with flops() as read:
-        return gauge(Unit(0, "0", module), x, read, recompute=recompute, end=end)
+        return gauge(Unit(0, "0", module), x, read, activations=keeping(recompute), end=end)
 
 
 def activation() -> Tensor:
@@ -107,7 +111,9 @@ def test_a_gradient_is_added_once_a_run_and_the_input_keeps_none(times: int) -> 
 def test_time_is_told_in_seconds() -> None:
     with seconds(torch.device("cpu")) as read:
         module = nn.Linear(WIDTH, WIDE).requires_grad_(False)
-        costs = gauge(Unit(0, "0", module), activation(), read, recompute=False, end=None).costs
+        costs = gauge(
+            Unit(0, "0", module), activation(), read, activations=Activations(), end=None
+        ).costs
     assert 0 < costs.forward < 60
     assert costs.weight_grad >= 0
 
@@ -117,7 +123,9 @@ def test_where_the_backward_is_whole_nothing_is_deferred() -> None:
     layer.weight.grad, layer.bias.grad = torch.zeros(WIDE, WIDTH), torch.zeros(WIDE)
     unit = Unit(0, "0", layer)
     with flops() as read:
-        costs = gauge(unit, activation(), read, recompute=False, end=None, split=False).costs
+        costs = gauge(
+            unit, activation(), read, activations=Activations(), end=None, split=False
+        ).costs
     assert costs[:3] == (PRODUCT, 2 * PRODUCT, 0)
     assert costs.deferred == 0
 
@@ -129,5 +137,5 @@ def test_a_unit_that_will_be_compiled_is_timed_compiled(monkeypatch: pytest.Monk
     with seconds(torch.device("cpu")) as read:
         for compiled in (False, True):
             unit = Unit(0, "0", module)
-            gauge(unit, activation(), read, recompute=False, end=None, compiled=compiled)
+            gauge(unit, activation(), read, activations=Activations(), end=None, compiled=compiled)
     assert seen == [module]

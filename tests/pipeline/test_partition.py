@@ -188,3 +188,8 @@ def test_stages_in_flight_are_counted_each_for_itself() -> None:
     assert in_flight(build("zb-h1", 4, 8).program) == [4, 4, 4, 4]
     assert in_flight(build("gpipe", 2, 5).program) == [5, 5]
     assert in_flight(build("zbv", 2, 8).program) == [4, 3, 2, 1]
+
+
+def test_cuts_are_whole_numbers() -> None:
+    with pytest.raises(ValueError, match=r"partition = \[2.5\]: cuts are numbers of units"):
+        partition([1.0] * 4, 2, [2.5])  # type: ignore[list-item]

@@ -25,18 +25,26 @@ from tests.pipeline.units import (
     stage_of,
 )
 
+MODES = ["full", "selective"]
+
+
+@pytest.fixture(params=MODES)
+def mode(request: pytest.FixtureRequest) -> str:
+    """A way to recompute."""
+    return str(request.param)
+
 
 @pytest.mark.parametrize("needs_grad", [True, False], ids=["inner", "first"])
 @pytest.mark.parametrize("case", REPEATABLE)
-def test_recompute_changes_no_bit(case: str, needs_grad: bool) -> None:
+def test_recompute_changes_no_bit(mode: str, case: str, needs_grad: bool) -> None:
     x = hidden(needs_grad)
-    again = by_stage(made(CASES[case]), x, recompute=True)
+    again = by_stage(made(CASES[case]), x, recompute=mode)
     assert agree(again, by_stage(made(CASES[case]), x))
 
 
-def test_a_unit_is_announced_once_for_its_repeated_forward_and_its_backward() -> None:
+def test_a_unit_is_announced_once_for_its_repeated_forward_and_its_backward(mode: str) -> None:
     told = Told()
-    stage = stage_of([linear(), linear()], recompute=True, weights=told)
+    stage = stage_of([linear(), linear()], recompute=mode, weights=told)
     output = stage.forward(0, hidden(), seed=0)
     stage.backward(0, gradients_for(output))
     before = [event for event in told.events if event.startswith("before")]
@@ -45,8 +53,8 @@ def test_a_unit_is_announced_once_for_its_repeated_forward_and_its_backward() ->
 
 
 @pytest.mark.report("openai/guided-diffusion#167")
-def test_dropout_draws_the_same_mask_when_it_is_repeated() -> None:
-    stage = stage_of([nn.Dropout(0.5)], recompute=True)
+def test_dropout_draws_the_same_mask_when_it_is_repeated(mode: str) -> None:
+    stage = stage_of([nn.Dropout(0.5)], recompute=mode)
     x = torch.ones(64, requires_grad=True)
     output = stage.forward(0, x, seed=3)
     torch.rand(17)
@@ -55,9 +63,9 @@ def test_dropout_draws_the_same_mask_when_it_is_repeated() -> None:
 
 
 @pytest.mark.report("allenai/OLMo-core#828")
-def test_recompute_changes_no_bit_under_dropout_with_microbatches_in_flight() -> None:
+def test_recompute_changes_no_bit_under_dropout_with_microbatches_in_flight(mode: str) -> None:
     results = []
-    for recompute in (False, True):
+    for recompute in ("none", mode):
         modules = made(lambda: [linear(), nn.Dropout(0.5), linear(), nn.Dropout(0.2), linear()])
         stage = stage_of(modules, recompute=recompute)
         generator = torch.Generator().manual_seed(7)
@@ -82,7 +90,9 @@ def test_every_microbatch_and_every_unit_has_a_dropout_mask_of_its_own() -> None
 @pytest.mark.report("huggingface/transformers#21381")
 @pytest.mark.report("deepspeedai/DeepSpeed#4118")
 @pytest.mark.parametrize("start", ["an input without gradient", "integer ids", "frozen embedding"])
-def test_a_repeated_unit_is_trained_though_its_input_needs_no_gradient(start: str) -> None:
+def test_a_repeated_unit_is_trained_though_its_input_needs_no_gradient(
+    mode: str, start: str
+) -> None:
     def units() -> list[nn.Module]:
         head = [] if "without" in start else [nn.Embedding(5, WIDTH)]
         if start == "frozen embedding":
@@ -90,7 +100,7 @@ def test_a_repeated_unit_is_trained_though_its_input_needs_no_gradient(start: st
         return [*head, linear(), nn.ReLU(), linear()]
 
     x = hidden(needs_grad=False) if "without" in start else torch.tensor([0, 4, 4])
-    again = by_stage(made(units), x, recompute=True)
+    again = by_stage(made(units), x, recompute=mode)
     assert agree(again, as_one_graph(made(units), x))
     trained = [grad for grad in again[2] if grad is not None]
     assert len(trained) == (5 if start == "integer ids" else 4)
@@ -107,14 +117,16 @@ def test_a_repeated_unit_is_trained_though_its_input_needs_no_gradient(start: st
     ],
     ids=["inplace", "through a view", "hidden", "running statistics"],
 )
-def test_a_unit_whose_forward_cannot_be_repeated_is_refused_by_name(unit: nn.Module) -> None:
-    stage = stage_of([linear(), unit], recompute=True)
+def test_a_unit_whose_forward_cannot_be_repeated_is_refused_by_name(
+    mode: str, unit: nn.Module
+) -> None:
+    stage = stage_of([linear(), unit], recompute=mode)
     with pytest.raises(RuntimeError, match="unit 1 changes its input or a buffer in place"):
         stage.forward(0, hidden(), seed=0)
 
 
-def test_an_input_overwritten_after_the_forward_is_found_when_it_is_repeated() -> None:
-    stage = stage_of([linear(), nn.Identity()], recompute=True)
+def test_an_input_overwritten_after_the_forward_is_found_when_it_is_repeated(mode: str) -> None:
+    stage = stage_of([linear(), nn.Identity()], recompute=mode)
     output = stage.forward(0, hidden(), seed=0)
     with torch.no_grad():
         output.zero_()
@@ -125,10 +137,10 @@ def test_an_input_overwritten_after_the_forward_is_found_when_it_is_repeated() -
 @pytest.mark.parametrize("needs_grad", [True, False], ids=["inner", "first"])
 @pytest.mark.parametrize("case", REPEATABLE)
 def test_the_same_outputs_need_a_gradient_with_recompute_as_without(
-    case: str, needs_grad: bool
+    mode: str, case: str, needs_grad: bool
 ) -> None:
     found = []
-    for recompute in (False, True):
+    for recompute in ("none", mode):
         seen: list[list[bool]] = []
         modules = made(CASES[case])
         for module in modules:
@@ -147,9 +159,9 @@ def force(x: Tensor) -> Tensor:
     return torch.autograd.grad(x.sin().square().sum(), x, create_graph=True)[0]
 
 
-def test_a_unit_may_differentiate_in_its_forward() -> None:
+def test_a_unit_may_differentiate_in_its_forward(mode: str) -> None:
     units = lambda: [linear(), Apply(force), linear()]  # noqa: E731
-    again = by_stage(made(units), hidden(), recompute=True)
+    again = by_stage(made(units), hidden(), recompute=mode)
     assert agree(again, as_one_graph(made(units), hidden()))
 
 
@@ -165,8 +177,10 @@ class Moody(nn.Module):
         return x * 2 if self.runs % 2 else (x * 2).detach()
 
 
-def test_other_outputs_that_need_a_gradient_in_the_repeat_are_an_error_with_the_unit() -> None:
-    stage = stage_of([linear(), Moody()], recompute=True)
+def test_other_outputs_that_need_a_gradient_in_the_repeat_are_an_error_with_the_unit(
+    mode: str,
+) -> None:
+    stage = stage_of([linear(), Moody()], recompute=mode)
     output = stage.forward(0, hidden(), seed=0)
     with pytest.raises(RuntimeError, match=r"unit 1 gives outputs .* recompute.mode=none") as error:
         stage.backward(0, gradients_for(output))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from parallel3d import Axis, ColumnParallelLinear, RowParallelLinear
 from parallel3d.pipeline.stage import Stage, Unit
-from tests.pipeline.units import Told
+from tests.pipeline.units import Told, keeping
 
 
 class Twice(nn.Module):
@@ -28,14 +28,16 @@ class Twice(nn.Module):
 
 
 def stage(
-    split: bool, recompute: bool = False, prepare: Callable[[nn.Module], nn.Module] = lambda m: m
+    split: bool,
+    recompute: bool | str = False,
+    prepare: Callable[[nn.Module], nn.Module] = lambda m: m,
 ) -> Stage:
     torch.manual_seed(0)
     units = [Unit(k, f"{k}", prepare(m)) for k, m in enumerate([Twice(), nn.Linear(6, 6), Twice()])]
     for unit in units:
         for parameter in unit.module.parameters():
             parameter.grad = torch.zeros_like(parameter)
-    return Stage(0, units, recompute=recompute, split=split)
+    return Stage(0, units, activations=keeping(recompute), split=split)
 
 
 def gradients(of: Stage) -> list[Tensor]:
@@ -51,8 +53,8 @@ def forward(of: Stage, microbatch: int) -> list[Tensor]:
     return [torch.ones_like(of.forward(microbatch, inputs()[microbatch], seed=0))]
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_both_halves_are_the_whole_backward_bit_for_bit(recompute: bool) -> None:
+@pytest.mark.parametrize("recompute", [False, "full", "selective"])
+def test_both_halves_are_the_whole_backward_bit_for_bit(recompute: bool | str) -> None:
     whole, halves = stage(False, recompute), stage(True, recompute)
     expected = [whole.backward(k, forward(whole, k)) for k in (0, 1)]
     found = [halves.input_grad(k, forward(halves, k)) for k in (0, 1)]

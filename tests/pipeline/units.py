@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from parallel3d.pipeline.activations import Activations
 from parallel3d.pipeline.stage import AtHand, Stage, Unit
 
 WIDTH = 8
@@ -79,9 +80,18 @@ def frozen(module: nn.Module) -> nn.Module:
     return module.requires_grad_(False)
 
 
-def stage_of(modules: list[nn.Module], **options: Any) -> Stage:
+def stage_of(
+    modules: list[nn.Module], recompute: bool | str | Activations = False, **options: Any
+) -> Stage:
     units = [Unit(number, f"{number}", module) for number, module in enumerate(modules)]
-    return Stage(0, units, **options)
+    return Stage(0, units, activations=keeping(recompute), **options)
+
+
+def keeping(recompute: bool | str | Activations) -> Activations:
+    """What units keep: by a mode of recompute, where True is ``full``."""
+    if isinstance(recompute, Activations):
+        return recompute
+    return Activations({True: "full", False: "none"}.get(recompute, str(recompute)))
 
 
 def fresh(tree: Any) -> Any:

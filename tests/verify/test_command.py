@@ -18,10 +18,11 @@ WRONG = {
     "steps=many": "steps=many: a number of steps is a whole number",
     "layouts=2x2": "layout '2x2' must be pp x dp x tp",
     "layouts=1x1x0": "topology.tp = 0 must be a whole number from 1 up",
-    "zero=2": "zero=2 is not one of 0, 1",
+    "zero=4": "zero=4 is not one of 0, 1, 2, 3",
+    "reduce=never": "reduce=never is not one of each, last",
     "zero=0,,1": "zero=0,,1 has an empty place",
     "schedule=1f1": "schedule=1f1 is not one of gpipe, 1f1b, interleaved, ",
-    "recompute=all": "recompute=all is not one of none, full",
+    "recompute=all": "recompute=all is not one of none, full, selective",
     "tolerance=-1": "tolerance=-1: a tolerance is a number, 0 or more",
     "tolerance=nan": "tolerance=nan: a tolerance is a number, 0 or more",
     "suite=fast": "suite=fast is not one of quick, full",
@@ -59,7 +60,7 @@ def test_the_default_is_suite_quick() -> None:
 def test_suite_full_is_every_combination_and_a_choice_narrows_it() -> None:
     assert read(["suite=full"]).work == full(Choices())
     (cases,) = read(["suite=full", "zero=0", "model=gpt_deep", "layouts=4x2x1"]).work.values()
-    assert len(cases) == 2 * len(SCHEDULES)
+    assert len(cases) == 3 * len(SCHEDULES)
 
 
 def test_parts_of_a_suite_are_all_of_it() -> None:

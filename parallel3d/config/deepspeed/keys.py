@@ -40,7 +40,7 @@ def named(**names: Any) -> Callable[[Any], Any]:
 
 device = named(none="none", cpu="cpu", nvme="disk")
 to_cpu = named(true="cpu", false="none")
-dtype = named(fp32="fp32", fp16="fp16", bf16="bf16", bfp16="bf16", fp64="fp64", none=None)
+dtype = named(fp32="fp32", fp16="fp16", bf16="bf16", bfp16="bf16", none=None)
 method = named(parameters="parameters", uniform="uniform", profile="measure", best="parameters")
 
 KEYS: dict[str, Target] = {

@@ -15,6 +15,7 @@ SCALE = {
     "hysteresis": "fp16.hysteresis",
     "min_loss_scale": "fp16.min_scale",
 }
+POWERS = range(65)
 ENABLED = {"fp16.enabled": "fp16", "bf16.enabled": "bf16", "bfloat16.enabled": "bf16"}
 BATCH = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 TOTAL = "train_batch_size"
@@ -38,8 +39,6 @@ def precision(said: Said) -> Iterator[Claim]:
     for field in fields:
         said.require(field, True, False)
     on = [field for field in fields if said.get(field)]
-    if len({ENABLED[field] for field in on}) > 1:
-        raise ValueError(f"{' and '.join(map(said.spell, on))} disagree: enable one of them")
     is_open = any(said.fields[field] == AUTO for field in fields)
     for field in fields:
         if field in on:
@@ -65,7 +64,8 @@ def loss_scale(said: Said) -> Iterator[Claim]:
         if _precision(said) != "fp16":
             yield Claim(name, None, why="of precision=fp16 only")
         elif field == "initial_scale_power":
-            said.require(name, *range(32), why="a power of 2 that fits")
+            if value not in POWERS:
+                raise said.refuse(name, f"is not a power of 2, from 0 to {POWERS[-1]}")
             yield Claim(name, key, 2**value, "2 to this power")
         else:
             is_dynamic = field == "loss_scale" and value == 0

@@ -1,0 +1,277 @@
+"""What units keep, in the host's memory until it is needed.
+
+[Note: storages] What autograd saves are often several views of one memory, as of q, k and v. So
+whole storages go, each once, and the views are made anew on what comes back, with the strides that
+they had: the kernels, and so the bits, are those of what never left. They go when the unit is done.
+Parameters and buffers are known by their storages and stay, as does what is a part of a larger
+tensor of the caller's.
+
+[Note: stand-ins] A graph keeps the leaves that it begins at. Here these are stand-ins of one
+element, expanded: they take the gradients, and the input itself can go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+from ..comm.host import start_copy
+from ..topology import Axis
+from .segment import Segment, Unit
+
+LEAST = 2**20  # bytes; less is not worth a copy
+
+
+class Host:
+    """The host's memory for activations of ``device``; copies are counted on ``axis``."""
+
+    def __init__(self, device: torch.device, axis: Axis) -> None:
+        self.device, self.axis, self.least = device, axis, LEAST
+        self.buffers: WeakSet[Tensor] = WeakSet()
+        self.is_apart = device.type == "cuda"
+        self._out, self._back = (
+            torch.cuda.Stream(device) if self.is_apart else None for _ in range(2)
+        )
+
+    def put(self, values: Sequence[Any]) -> Stored:
+        """Copy tensors out; what comes back are leaves, as they were."""
+        return Stored(self, values)
+
+    def copy_out(self, source: Tensor) -> tuple[Tensor, Any]:
+        """Begin to copy; the buffer, and the event of the copy's end."""
+        buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=self.is_apart)
+        self.buffers.add(buffer)
+        with self._beside(self._out):
+            start_copy(source, buffer, self.axis, tag="out")()
+        if self._out is None:
+            return buffer, None
+        source.record_stream(self._out)
+        return buffer, self._out.record_event()
+
+    def copy_back(self, buffer: Tensor, gone: Any) -> tuple[Tensor, Any]:
+        """Begin to copy what ``copy_out`` gave; the tensor, and the event of the copy's end."""
+        target = torch.empty(buffer.shape, dtype=buffer.dtype, device=self.device)
+        if self._back is not None:
+            self._back.wait_event(gone)
+        with self._beside(self._back):
+            start_copy(buffer, target, self.axis, tag="back")()
+        return target, None if self._back is None else self._back.record_event()
+
+    def wait(self, event: Any) -> None:
+        """What is queued from now on comes after the event."""
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
+
+    @contextmanager
+    def _beside(self, stream: Any) -> Iterator[None]:
+        """On a stream that has seen all of the current one."""
+        if stream is None:
+            yield
+            return
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            yield
+
+
+class Parcel:
+    """One storage, whole: on the device, or away."""
+
+    def __init__(self, host: Host, tensor: Tensor) -> None:
+        self.host = host
+        length = tensor.untyped_storage().nbytes() // tensor.element_size()
+        self.whole: Tensor | None = tensor.detach().as_strided((length,), (1,), 0)
+        self.buffer: Tensor | None = None
+        self.event: Any = None
+
+    def send(self, at_once: bool) -> None:
+        """Begin to copy it out; ``at_once``: before anything else writes into it."""
+        assert self.whole is not None
+        self.buffer, self.event = self.host.copy_out(self.whole)
+        self.whole = None
+        if at_once:
+            self.host.wait(self.event)
+
+    def fetch(self) -> None:
+        """Begin to copy it back."""
+        if self.whole is None:
+            assert self.buffer is not None
+            self.whole, self.event = self.host.copy_back(self.buffer, self.event)
+            self.buffer = None
+
+    def get(self) -> Tensor:
+        """It, on the device."""
+        self.fetch()
+        self.host.wait(self.event)
+        assert self.whole is not None
+        return self.whole
+
+
+class View(NamedTuple):
+    """A tensor on a parcel."""
+
+    parcel: Parcel
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def make(self) -> Tensor:
+        """The tensor, as it was."""
+        whole = self.parcel.get()
+        same = whole if whole.dtype == self.dtype else whole.view(self.dtype)
+        return same.as_strided(self.size, self.stride, self.offset)
+
+
+class Bundle:
+    """What one unit keeps of one microbatch; ``staying`` are addresses of storages left alone."""
+
+    def __init__(self, host: Host, staying: Iterable[int] = ()) -> None:
+        self.host, self.staying = host, set(staying)
+        self.parcels: dict[int, Parcel] = {}
+        self.left: list[Tensor] = []
+
+    def pack(self, tensor: Tensor) -> Tensor | View:
+        """What to keep in the place of a tensor."""
+        address = tensor.untyped_storage().data_ptr()
+        if address in self.staying or not self._goes(tensor):
+            self.left.append(tensor.detach())
+            return tensor
+        if address not in self.parcels:
+            self.parcels[address] = Parcel(self.host, tensor)
+        parcel, stride = self.parcels[address], tensor.stride()
+        return View(parcel, tensor.dtype, tensor.shape, stride, int(tensor.storage_offset()))
+
+    def send(self, handed_on: Iterable[int] = ()) -> None:
+        """Let all go; ``handed_on`` are addresses of storages that others may write into."""
+        handed = set(handed_on)
+        for address, parcel in self.parcels.items():
+            parcel.send(at_once=address in handed)
+
+    def fetch(self) -> None:
+        """Begin to bring all back; each is from now on kept by who needs it."""
+        for parcel in self.parcels.values():
+            parcel.fetch()
+        self.parcels.clear()
+        self.left.clear()
+
+    def _goes(self, tensor: Tensor) -> bool:
+        plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+        return (
+            plain
+            and tensor.device == self.host.device
+            and (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+            and not (tensor.is_conj() or tensor.is_neg())
+            and tensor.untyped_storage().nbytes() >= max(self.host.least, 1)
+        )
+
+
+def unpack(kept: Tensor | View) -> Tensor:
+    """The tensor that was packed."""
+    return kept.make() if isinstance(kept, View) else kept
+
+
+class Stored:
+    """Values of which the large tensors are away."""
+
+    def __init__(self, host: Host, values: Sequence[Any]) -> None:
+        self.bundle = Bundle(host, _parts(values))
+        self.values = [self._pack(value) for value in values]
+        self.needs = [isinstance(value, Tensor) and value.requires_grad for value in values]
+        self.bundle.send(_addresses(values))
+
+    def fetch(self) -> None:
+        """Begin to bring them back."""
+        self.bundle.fetch()
+
+    def take(self) -> list[Any]:
+        """The values."""
+        self.fetch()
+        values, self.values = self.values, []
+        return [
+            value.make().detach().requires_grad_(need) if isinstance(value, View) else value
+            for value, need in zip(values, self.needs, strict=True)
+        ]
+
+    def here(self) -> list[Tensor]:
+        """Those that stayed."""
+        return [value for value in self.values if isinstance(value, Tensor)]
+
+    def _pack(self, value: Any) -> Any:
+        return self.bundle.pack(value) if isinstance(value, Tensor) else value
+
+
+class Offloaded(Segment):
+    """Keeps its graph, of which the large saved tensors are away."""
+
+    def __init__(self, unit: Unit, x: Any, seed: int, host: Host) -> None:
+        super().__init__(unit, x, seed)
+        module = unit.module
+        own = [*module.parameters(), *module.buffers()]
+        self.bundle = Bundle(host, {*_addresses(own), *_parts(self.leaves)})
+
+    def forward(self) -> Any:
+        """As ever; then the copies begin."""
+        with saved_tensors_hooks(self.bundle.pack, unpack):
+            outputs = super().forward()
+        self.bundle.send(_addresses(tree_leaves(outputs)))
+        return outputs
+
+    def fetch(self) -> None:
+        """Begin to bring back what was put away."""
+        self.bundle.fetch()
+
+    def prepare(self) -> None:
+        """Each is waited for when the backward comes to it."""
+        self.bundle.fetch()
+
+    def kept(self) -> list[Tensor]:
+        """What stayed of the saved tensors."""
+        return self.bundle.left
+
+    def enter(self) -> list[Any]:
+        """Leave stand-ins in the place of the input."""
+        given = self.leaves
+        self.leaves = [_stand_in(leaf) for leaf in given if _needs_grad(leaf)]
+        stand_ins = iter(self.leaves)
+        return [
+            _Enter.apply(next(stand_ins), leaf.detach()) if _needs_grad(leaf) else leaf
+            for leaf in given
+        ]
+
+
+class _Enter(Function):
+    """Gives a tensor that is in no graph, and its gradient to the stand-in."""
+
+    @staticmethod
+    def forward(ctx: Any, stand_in: Tensor, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def _stand_in(leaf: Tensor) -> Tensor:
+    return leaf.detach().new_zeros(()).expand(leaf.shape).requires_grad_()
+
+
+def _needs_grad(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+def _addresses(values: Iterable[Any]) -> set[int]:
+    return {value.untyped_storage().data_ptr() for value in values if isinstance(value, Tensor)}
+
+
+def _parts(values: Iterable[Any]) -> set[int]:
+    """Storages that are larger than the value in them."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    return _addresses(t for t in tensors if t.untyped_storage().nbytes() > t.nbytes)
