@@ -86,7 +86,12 @@ class Engine:
             there, which are gathered for the backward.
         offload: what leaves the device, ``{"optimizer": "none", "parameters": "none",
             "activations": "none", "path": None}`` or part of it; None for nothing. ``cpu`` is the
-            host's memory; of activations, what autograd saves in 1 MiB or more.
+            host's memory; of activations, what autograd saves in 1 MiB or more. The ``optimizer``
+            (masters and moments) is updated where it is, one unit after another while the device
+            goes on; ``disk`` are files in the folder ``path``, of which three units at most are
+            in memory.
+        state_dtype: ``bf16``: the optimizer's moments are kept in it and widened one unit at a
+            time, for its update. None for the masters' own.
         tied: groups of parameter names, each of which is one parameter, as if the model had been
             built with one Parameter object: ``[("0.weight", "5.weight")]``. The first in model
             order gives its name, values and optimizer group.

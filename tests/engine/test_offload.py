@@ -73,6 +73,7 @@ CASES = [
 CASES += [
     {"zero": 3, "precision": "bf16", "gather_budget": 1},
     {"zero": 2, "precision": "fp32", "zero_reduce": "last"},
+    {"zero": 3, "precision": "fp16", "shard_size": 1},
 ]
 
 
