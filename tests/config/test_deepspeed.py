@@ -206,6 +206,8 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"bfloat16": {"enabled": True}, "fp16": {"enabled": "auto"}}, {"precision": "bf16"}),
     ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": False}}, {"precision": "fp32"}),
     ({"fp16": {"enabled": True, "loss_scale": 128}}, {"precision": "fp16", "fp16.scale": 128}),
+    ({"bf16": {"bf16_optimizer_states": True}}, {"optim.state_dtype": "bf16"}),
+    ({"bf16": {"bf16_optimizer_states": False}}, {"precision": "fp32"}),
     ({"communication_data_type": "bfp16"}, {"zero.reduce_dtype": "bf16"}),
     ({"communication_data_type": None}, {"zero.reduce_dtype": None}),
     ({"fp32_allreduce": True}, {"zero.reduce_dtype": "fp32"}),
