@@ -13,11 +13,8 @@ from ..comm.ledger import Ledger
 from ..comm.lines import open_lines
 from ..comm.p2p import Edge, open_channels
 from ..optim.norm import NormSlots
-from ..optim.optimizer import Options as Group
 from ..optim.optimizer import ShardedOptimizer
-from ..optim.probe import check_elementwise
-from ..optim.rules import rule_of
-from ..optim.whole import Rule, WholeOptimizer, options_of
+from ..optim.whole import WholeOptimizer
 from ..pipeline.actions import Action
 from ..pipeline.border import Border
 from ..pipeline.costs import Costs
@@ -43,6 +40,7 @@ from .options import Options
 from .plan import make_plan
 from .programs import Programs
 from .ties import check_placements, fixed_of, share_values, shared_by, tie_by_name, ties_of
+from .update import check_optimizer, make_optimizer
 from .uses import uses_of
 
 GATHER_BUDGET = 2**28  # bytes
@@ -97,7 +95,7 @@ def assemble(model: nn.Module, topology: Topology, options: Options) -> Parts:
     check_activations(options, topology.tp.size)
     programs, cuts, costs, unit = make_plan(units, facts, topology, options)
     groups, group_of = groups_of(units, facts, options.param_groups)
-    rule = _checked_rule(options, facts, groups, group_of, topology)
+    rule = check_optimizer(options, groups, group_of, facts, topology.device)
     ledger = Ledger()
     host = host_axis(topology.rank)
     ledger.attach(topology.pp, topology.dp, topology.tp, host)
@@ -131,41 +129,11 @@ def assemble(model: nn.Module, topology: Topology, options: Options) -> Parts:
         programs,
         shards,
         NormSlots(placed, shards.trained(), topology.tp, sharding.axis, sharding.replicas),
-        _optimizer(rule, shards, groups, topology, options),
+        make_optimizer(rule, shards, groups, topology, options, host),
         SumLoss(loss_fn),
         num_items,
         ledger,
     )
-
-
-def _checked_rule(
-    options: Options,
-    facts: dict[str, Facts],
-    groups: list[Group],
-    group_of: dict[str, int],
-    topology: Topology,
-) -> Rule | None:
-    """The rule of an optimizer that is not elementwise; None for one that is.
-
-    Refuses any other, and parameters that it cannot update, whichever rank holds them.
-    """
-    rule = rule_of(options.optimizer, groups)
-    if rule is None:
-        check_elementwise(options.optimizer, groups, topology.device)
-        return None
-    whole = options_of(options.optimizer, groups)
-    for name, group in group_of.items():
-        rule.check(name, facts[name].shape, whole[group])
-    return rule
-
-
-def _optimizer(
-    rule: Rule | None, shards: Shards, groups: list[Group], topology: Topology, options: Options
-) -> ShardedOptimizer | WholeOptimizer:
-    make, flats, schedule = options.optimizer, shards.trained(), options.lr_schedule
-    if rule is None:
-        return ShardedOptimizer(make, flats, groups, schedule)
-    return WholeOptimizer(rule, flats, options_of(make, groups), topology.tp, schedule)
 
 
 def _shards(

@@ -11,12 +11,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .optimizer import Options, State
+from .bundle import Options, State
 from .whole import Slice, Update
 
 
 class AdafactorRule:
     """Two messages over each axis: squares of weights and gradients, then of the updates."""
+
+    name = "Adafactor"
 
     def check(self, name: str, shape: tuple[int, ...], options: Options) -> None:
         """Refuse more than two dims, of which torch takes the last two for the matrix."""

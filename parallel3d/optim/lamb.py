@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .optimizer import Options, State
+from .bundle import Options, State
 from .whole import Slice, Unbound, Update
 
 
@@ -45,6 +45,8 @@ class Lamb(Unbound):
 
 class LambRule:
     """Norms of all parameters and of their updates are summed in one message over each axis."""
+
+    name = "LAMB"
 
     def check(self, name: str, shape: tuple[int, ...], options: Options) -> None:
         """Any parameter will do."""

@@ -18,8 +18,8 @@ from torch import Tensor
 from ..comm.collectives import all_to_all, start_all_gather
 from ..placement import Replicate, cut
 from ..topology import Axis
+from .bundle import Options, State
 from .newton_schulz import Coefficients, orthogonal
-from .optimizer import Options, State
 from .whole import Slice, Unbound, Update
 
 RMS_OF_ADAMW = 0.2  # Liu et al. (2025, arXiv 2502.16982), section 2.2
@@ -69,6 +69,8 @@ class Muon(Unbound):
 
 class MuonRule:
     """Two messages over ``dp`` for all matrices, and one over ``tp`` for those that it cuts."""
+
+    name = "Muon"
 
     def check(self, name: str, shape: tuple[int, ...], options: Options) -> None:
         """Refuse Muon for what has not two dims."""

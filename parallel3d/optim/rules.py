@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from .adafactor import AdafactorRule
+from .bundle import Make, Options
 from .lamb import Lamb, LambRule
 from .muon import Muon, MuonRule
-from .optimizer import Options
-from .whole import Make, Rule
+from .whole import Rule
 
 RULES: dict[type[torch.optim.Optimizer], type[Rule]] = {
     Lamb: LambRule,

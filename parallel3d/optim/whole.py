@@ -20,9 +20,8 @@ from ..comm.collectives import sum_in_order
 from ..placement import Rectangle, Replicate, rectangles, whole_shape
 from ..topology import Axis
 from ..zero.flat import Flat, Held
-from .optimizer import Options, State, Updated
+from .bundle import Make, Options, State, Updated
 
-Make = Callable[[list[Options]], torch.optim.Optimizer]
 Range = tuple[int, int]
 
 
@@ -119,6 +118,8 @@ class Rule(Protocol):
 
     All ranks of a ``dp`` and ``tp`` plane are given the same parameters in the same order.
     """
+
+    name: str
 
     def check(self, name: str, shape: tuple[int, ...], options: Options) -> None:
         """Raise ValueError for a parameter that it cannot update."""

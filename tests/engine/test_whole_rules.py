@@ -24,6 +24,7 @@ from tests.engine.cases import (
     train,
     train_plainly,
 )
+from tests.engine.whole_cases import OPTIMIZERS
 
 
 def test_the_recipe_gives_muon_what_lies_between_the_first_and_the_last_unit() -> None:
@@ -78,6 +79,23 @@ def test_what_a_rule_cannot_do_is_refused_by_name(
 ) -> None:
     with Topology.init() as topology, pytest.raises(ValueError, match=message):
         engine(topology, nn.Sequential(Cube()), optimizer=optimizer, param_groups=groups)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"state_dtype": "bf16"}, r"state_dtype = bf16 is for elementwise .* leave it None"),
+        (
+            {"offload": {"optimizer": "cpu"}},
+            r"offload\.optimizer = cpu is for .*AdamW, and (LAMB|Adafactor|Muon) is .* none",
+        ),
+    ],
+)
+def test_what_goes_by_units_is_refused(options: dict[str, Any], message: str) -> None:
+    with Topology.init() as topology:
+        for make, _ in OPTIMIZERS.values():
+            with pytest.raises(ValueError, match=message):
+                engine(topology, optimizer=make, **options)
 
 
 def test_lamb_and_muon_take_no_step_of_their_own() -> None:
