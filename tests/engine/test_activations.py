@@ -156,3 +156,16 @@ def test_no_way_to_keep_activations_changes_a_bit(layout: str) -> None:
     expected = ranks[0]["none"].weights
     for name, found in ranks[0].items():
         assert all(torch.equal(found.weights[key], expected[key]) for key in expected), name
+
+
+def test_what_is_kept_over_tp_is_not_sent_again() -> None:
+    """By the ledger, of the last of three steps, each of 3 microbatches of 2 samples."""
+    ways = {name: {**WAYS, **CUT}[name] for name in ("none", "full", "selective", "cut", "offload")}
+    message = 2 * ROWS * WIDTH * 8  # bytes of an activation, and of an all-reduce of it by two
+    for rank in run_on(Grid(tp=2), run, ways=ways):
+        tp = {name: found.sent["tp"] for name, found in rank.items()}
+        assert tp["selective"] == tp["offload"] == tp["none"]
+        assert tp["full"] - tp["none"] == 3 * 5 * 2 * message, "two all-reduces a block, again"
+        assert tp["cut"] - tp["full"] == 3 * 6 * message // 2, "the inputs of all but the first"
+        assert "host" not in rank["full"].sent
+        assert rank["offload"].sent["host"] > 0
