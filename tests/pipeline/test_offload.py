@@ -177,7 +177,29 @@ def test_a_unit_comes_back_while_the_one_after_it_works() -> None:
     assert done == [(2, 2), (1, 3), (0, 3)]
 
 
-def test_what_a_graph_no_longer_needs_is_let_go_within_a_unit() -> None:
+def test_a_number_and_its_conjugate_lie_in_one_memory() -> None:
+    def unit(x: Tensor) -> Tensor:
+        z = torch.complex(x, x.sin())
+        return (z * z.conj() * z.exp()).imag
+
+    away = by_stage([Apply(unit)], hidden(), recompute=Activations(host=host()))
+    assert agree(away, by_stage([Apply(unit)], hidden()))
+
+
+@pytest.mark.parametrize("least", [1, 2**40], ids=["all away", "all here"])
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_is_left_of_a_microbatch_that_is_given_up(mode: str, least: int) -> None:
+    store = host(least)
+    stage = stage_of([linear(), Apply(lambda x: x.exp().sin()), linear()])
+    stage.activations = Activations(mode, host=store)
+    with Live() as live:
+        stage.forward(0, activation(), seed=0)
+        stage.clear()
+        assert live.bytes() == 0 and not store.buffers
+
+
+@pytest.mark.parametrize("least", [1, 2**40], ids=["all away", "all here"])
+def test_what_a_graph_no_longer_needs_is_let_go_within_a_unit(least: int) -> None:
     at: list[int] = []
 
     class Look(torch.autograd.Function):
@@ -190,7 +212,7 @@ def test_what_a_graph_no_longer_needs_is_let_go_within_a_unit() -> None:
             at.append(live.bytes([*store.buffers]))
             return grad * 1
 
-    store = host()
+    store = host(least)
     unit = Apply(lambda x: F.gelu(Look.apply(F.gelu(Look.apply(F.gelu(x))))))
     with Live() as live:
         stage = stage_of([unit], Activations(host=store))

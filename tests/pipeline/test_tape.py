@@ -108,6 +108,13 @@ def softmaxed(x: Tensor) -> Tensor:
     return torch.baddbmm(x[None], scores.softmax(-1)[None], x[None])[0]
 
 
+def into_a_buffer(x: Tensor) -> Tensor:
+    """A product that is written where it is told to."""
+    buffer = torch.zeros(3, 3)
+    torch.mm(x.detach(), x.detach().t(), out=buffer)
+    return buffer @ x
+
+
 IN_PLACE: dict[str, Callable[[], list[nn.Module]]] = {
     "relu": lambda: [nn.Sequential(linear(), nn.ReLU(inplace=True), linear())],
     "scaled": lambda: [nn.Sequential(linear(), Apply(lambda x: x.mul_(3)), nn.Tanh(), linear())],
@@ -115,7 +122,7 @@ IN_PLACE: dict[str, Callable[[], list[nn.Module]]] = {
         nn.Sequential(linear(), Apply(lambda x: x[1:].mul_(3) + x[:2]), linear())
     ],
     "accumulated": lambda: [Apply(lambda x: torch.zeros(3, 3).addmm_(x, x.t()) @ x)],
-    "written out": lambda: [Apply(lambda x: torch.mm(x, x.t(), out=None) @ x)],
+    "into a buffer": lambda: [Apply(into_a_buffer), linear()],
     "by hand": lambda: [Apply(softmaxed), linear()],
     "convolution": lambda: [Apply(lambda x: F.conv1d(x[None], torch.ones(3, 3, 1))[0].sin())],
     "its own checkpoint": lambda: [
@@ -191,6 +198,13 @@ def test_the_input_and_the_products_are_kept_and_no_more(parallel: bool) -> None
             del stage.input_grad(k, [torch.ones(ROWS, WIDTH)])[:]
             stage.weight_grad(k)
         assert live.bytes() == 0
+
+
+def test_a_product_written_into_is_not_kept() -> None:
+    stage = stage_of([nn.Sequential(linear(), nn.ReLU(inplace=True), linear())], "selective")
+    with Live() as live:
+        stage.forward(0, torch.randn(ROWS, WIDTH, requires_grad=True), seed=0)
+        assert live.bytes() == 2 * HIDDEN, "the input, and the second layer's product"
 
 
 def test_the_first_forward_needs_no_more_than_a_graph_that_is_kept() -> None:
