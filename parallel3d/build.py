@@ -88,6 +88,8 @@ def build_engine(config: Config, topology: Topology, model: nn.Module, data: Any
         sample=None if data is None else sample_of(config, topology, data),
         zero=config.zero.stage,
         zero_reduce=config.zero.reduce,
+        gather_budget=config.zero.gather_budget,
+        shard_size=config.zero.shard_size,
         reduce_dtype=config.zero.reduce_dtype,
         precision=config.precision,
         fp16=vars(config.fp16) if config.precision == "fp16" else None,

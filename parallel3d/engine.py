@@ -65,8 +65,14 @@ class Engine:
         memory_limit: bytes of activations that a rank may keep; None for no limit.
         sample: one microbatch ``(x, target)``, for what looks at the units' costs: ``auto``,
             ``flops``, ``measure`` and ``memory_limit``.
-        zero: 0 (everything whole) or 1 (optimizer state sharded over dp).
-        zero_reduce, gather_budget, shard_size: of features to come.
+        zero: what is sharded over dp: 0 nothing, 1 the optimizer's state, 2 also gradients, 3 also
+            parameters, which are gathered around their uses.
+        zero_reduce: of stages 2 and 3: sum gradients over dp in ``each`` microbatch, or in the
+            ``last`` only, for which they are kept whole until then. 0 and 1 do so once a step.
+        gather_budget: of stage 3: bytes of parameters that may be gathered at once, beyond which
+            only what one unit needs; None for 2**28.
+        shard_size: shard over so many neighbours of a dp rank, the others have replicas (FSDP
+            calls it hybrid); it divides dp. None for all of dp.
         reduce_dtype: ``bf16`` or ``fp16``: gradients are summed over dp from values rounded to
             it, and half the bytes are sent; ``fp32``, or None for the gradients' own.
         precision: ``fp32``, ``bf16`` or ``fp16`` (fp32 masters and gradients), ``fp64``.
@@ -137,9 +143,9 @@ class Engine:
         seed: int = 0,
     ) -> None:
         given = dict(locals())
-        _check(zero, zero_reduce, reduce_dtype, precision, max_grad_norm)
+        _check(reduce_dtype, precision, max_grad_norm)
+        _check_zero(zero, zero_reduce, gather_budget, shard_size, topology.dp.size)
         given["offload"] = offloaded = Offload.of(offload)
-        _refuse(gather_budget=gather_budget, shard_size=shard_size)
         _refuse_offload(offloaded)
         self.scaler = LossScaler.of(precision, fp16)
         options = Options(**{each.name: given[each.name] for each in fields(Options)})
@@ -274,7 +280,7 @@ class Engine:
         actions = parts.programs.mine(count, training, ahead=known <= self._known)
         devices = [self.topology.device] if self.topology.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
-            parts.interpreter.run(actions, step)
+            parts.run(actions, step)
         self._known |= known
 
     def _write_loss(self, scalars: Tensor) -> None:
@@ -336,21 +342,29 @@ def _inverse(items: Tensor) -> Tensor:
     return torch.where(items > 0, 1.0 / items.clamp(min=1).double(), 0.0)
 
 
-def _check(
-    zero: int,
-    zero_reduce: str,
-    reduce_dtype: str | None,
-    precision: str,
-    max_grad_norm: float | None,
+def _check_zero(
+    zero: int, reduce: str, gather_budget: int | None, shard_size: int | None, dp: int
 ) -> None:
-    if zero not in (0, 1):
-        known = zero in (2, 3)
+    if zero not in (0, 1, 2, 3):
+        raise ValueError(f"zero = {zero!r} is not one of 0, 1, 2, 3")
+    if reduce not in ("each", "last"):
+        raise ValueError(f"zero_reduce = {reduce!r} is not one of each, last")
+    if gather_budget is not None and gather_budget < 0:
+        raise ValueError(f"gather_budget = {gather_budget} is a number of bytes, 0 or more")
+    if shard_size is not None and (shard_size < 1 or dp % shard_size):
+        sizes = [size for size in range(1, dp + 1) if dp % size == 0]
         raise ValueError(
-            f"zero = {zero!r} {'is not built yet' if known else 'is not one of 0, 1, 2, 3'}: "
-            f"use zero=0 or zero=1"
+            f"shard_size = {shard_size} does not divide dp = {dp}: use one of "
+            f"{', '.join(map(str, sizes))}"
         )
-    if zero_reduce not in ("each", "last"):
-        raise ValueError(f"zero_reduce = {zero_reduce!r} is not one of each, last")
+    if shard_size not in (None, dp) and zero == 0:
+        raise ValueError(
+            f"shard_size = {shard_size} says over how many ranks is sharded, but zero = 0 shards "
+            f"nothing: use zero=1 or more, or leave it None"
+        )
+
+
+def _check(reduce_dtype: str | None, precision: str, max_grad_norm: float | None) -> None:
     if reduce_dtype not in (None, "fp32", "bf16", "fp16"):
         raise ValueError(f"reduce_dtype = {reduce_dtype!r} is not one of None, fp32, bf16, fp16")
     if precision not in DTYPES:
@@ -359,12 +373,6 @@ def _check(
         raise ValueError(
             f"max_grad_norm = {max_grad_norm} must be above 0, or None for no clipping"
         )
-
-
-def _refuse(**options: Any) -> None:
-    for name, value in options.items():
-        if value is not None:
-            raise ValueError(f"{name} = {value!r} is not built yet: leave it None")
 
 
 def _refuse_offload(asked: Offload) -> None:

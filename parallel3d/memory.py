@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -19,24 +20,23 @@ class Memory(NamedTuple):
 
 def memory(parts: Parts) -> Memory:
     """Count the storages; the optimizer's state appears with its first step."""
-    flats = parts.shards.all()
-    held = [flat.data for flat in flats if flat.of is None]
+    shards = parts.shards
+    held = [flat.shard if shards.keeps_owned else flat.data for flat in shards.held()]
     frozen = {
         parameter
         for unit in parts.units
         for parameter in unit.module.parameters()
-        if not parameter.requires_grad
+        if not parameter.requires_grad and not shards.keeps_owned
     }
-    masters = [f.master for f in parts.shards.trained() if f.master.dtype != f.data.dtype]
+    gradients = [flat.owned_grad if flat.stage >= 2 else flat.grad for flat in shards.all()]
+    masters = [f.master for f in shards.trained() if f.master.dtype != f.data.dtype]
     states = [
         value
         for state in parts.optimizer.states()
         for value in state.values()
         if isinstance(value, Tensor)
     ]
-    return Memory(
-        _bytes([*held, *frozen]), _bytes([flat.grad for flat in flats]), _bytes([*masters, *states])
-    )
+    return Memory(_bytes([*held, *frozen]), _bytes(gradients), _bytes([*masters, *states]))
 
 
 def predicted(parts: Parts) -> Memory:
@@ -48,5 +48,5 @@ def predicted(parts: Parts) -> Memory:
     )
 
 
-def _bytes(tensors: list[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+def _bytes(tensors: Iterable[Tensor | None]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)

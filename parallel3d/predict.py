@@ -48,7 +48,7 @@ def next_logits(engine: Engine, tokens: Tensor, vocab_size: int) -> Tensor:
     step = Step([x], [0], shapes_of(Batch([x], [None])), False, kept)
     devices = [topology.device] if topology.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
-        parts.interpreter.run(actions, step)
+        parts.run(actions, step)
     last = parts.programs.rank_of_stage[-1]
     if topology.pp.rank == last:
         logits = kept.output[:, -1].float()

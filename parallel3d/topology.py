@@ -184,7 +184,7 @@ class Topology:
 
     Use as a context manager, or call ``close()``. Made by ``Topology.init``. ``channels`` are those
     that ``comm.p2p`` has opened between pipeline ranks, by edge; ``lines`` the axes over some
-    pipeline ranks that ``comm.lines`` has, by those ranks. ``store`` is where the ranks met, None
+    ranks of an axis that ``comm.lines`` has, by those ranks. ``store`` is where the ranks met, None
     for one process alone, and ``watch`` what watches over them (see ``watch.watch_over``).
     """
 
@@ -202,7 +202,7 @@ class Topology:
         self.rank = self.world.rank
         self.device = device
         self.channels: dict[Any, Any] = {}
-        self.lines: dict[tuple[int, ...], Axis | None] = {}
+        self.lines: dict[Any, Axis | None] = {}
         self.store = store
         self.watch: Any = None
         self._owner, self._closed = owner, False

@@ -3,16 +3,71 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from ..comm.lines import open_shards
 from ..optim.optimizer import Options as Group
 from ..pipeline.stage import Unit
-from ..topology import Topology
+from ..topology import Axis, Topology
 from ..zero.flat import Flat, Held
 from .model import DTYPES, Facts
 from .options import Options
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What is sharded over which ranks: ``stage`` is that of ZeRO, as far as there is a choice."""
+
+    stage: int
+    each: bool
+    axis: Axis
+    replicas: Axis
+    device: torch.device
+
+    @classmethod
+    def open(cls, topology: Topology, options: Options) -> Sharding:
+        """The axes of a run. Collective over the world, once for each size of a shard.
+
+        A rank that shares with nobody owns everything: there is nothing to gather or to free.
+        """
+        axis, replicas = open_shards(topology, options.shard_size, options.timeout)
+        stage, each = _stage(topology, options), reduces_each(topology, options)
+        return cls(stage, each, axis, replicas, topology.device)
+
+    def flat(
+        self,
+        held: list[Held],
+        dtype: torch.dtype,
+        *,
+        trained: bool = True,
+        of: Flat | None = None,
+        copy: bool = False,
+    ) -> Flat:
+        """A flat buffer of these parameters."""
+        return Flat(
+            held,
+            self.axis,
+            self.device,
+            dtype=dtype,
+            stage=self.stage,
+            replicas=self.replicas.size,
+            trained=trained,
+            of=of,
+            copy=copy,
+        )
+
+
+def reduces_each(topology: Topology, options: Options) -> bool:
+    """Whether gradients are reduced in each microbatch, and not once a step."""
+    return _stage(topology, options) >= 2 and options.zero_reduce == "each"
+
+
+def _stage(topology: Topology, options: Options) -> int:
+    shares = (options.shard_size or topology.dp.size) > 1
+    return options.zero if shares else min(options.zero, 1)
 
 
 def groups_of(
@@ -37,8 +92,8 @@ def flats_of(
     facts: dict[str, Facts],
     group_of: dict[str, int],
     tied: Collection[str],
-    topology: Topology,
-    options: Options,
+    sharding: Sharding,
+    precision: str,
 ) -> dict[int, list[Flat]]:
     """Of this rank's units: one per dtype, and one for each use of each of the ``tied`` owners.
 
@@ -53,23 +108,36 @@ def flats_of(
             if parameter.requires_grad:
                 held = Held(fact.name, parameter, fact.placement, fact.index, group_of[fact.owner])
                 floats = parameter.is_floating_point()
-                dtype = DTYPES[options.precision] if floats else parameter.dtype
+                dtype = DTYPES[precision] if floats else parameter.dtype
                 use = fact.owner if fact.owner in tied else ""
                 buckets.setdefault((use, dtype), []).append(held)
         for (use, dtype), bucket in buckets.items():
-            flat = Flat(
-                bucket,
-                topology.dp,
-                topology.device,
-                dtype=dtype,
-                whole=options.zero == 0,
-                of=first.get(use),
-                copy=use != "" and use not in first and bucket[0].name != use,
-            )
+            copy = use != "" and use not in first and bucket[0].name != use
+            flat = sharding.flat(bucket, dtype, of=first.get(use), copy=copy)
             if use:
                 first.setdefault(use, flat)
             flats.setdefault(unit.number, []).append(flat)
     return flats
+
+
+def kept_of(
+    units: list[Unit], facts: dict[str, Facts], sharding: Sharding
+) -> dict[int, list[Flat]]:
+    """Of frozen parameters, where values are sharded: one per dtype, of the first unit here."""
+    kept: dict[int, list[Flat]] = {}
+    seen: set[nn.Parameter] = set()
+    for unit in units if sharding.stage == 3 else ():
+        buckets: dict[torch.dtype, list[Held]] = {}
+        for path, parameter in unit.module.named_parameters():
+            if parameter.requires_grad or parameter in seen:
+                continue
+            seen.add(parameter)
+            fact = facts[f"{unit.name}.{path}"]
+            held = Held(fact.name, parameter, fact.placement, fact.index, 0)
+            buckets.setdefault(parameter.dtype, []).append(held)
+        for dtype, bucket in buckets.items():
+            kept.setdefault(unit.number, []).append(sharding.flat(bucket, dtype, trained=False))
+    return kept
 
 
 def frozen_of(units: list[Unit]) -> dict[int, list[tuple[str, nn.Parameter]]]:

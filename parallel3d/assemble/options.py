@@ -66,6 +66,9 @@ class Options:
     memory_limit: float | None = None
     sample: tuple[Any, Any] | None = None
     zero: int = 1
+    zero_reduce: str = "each"
+    gather_budget: int | None = None
+    shard_size: int | None = None
     reduce_dtype: str | None = None
     precision: str = "fp32"
     recompute: str = "none"

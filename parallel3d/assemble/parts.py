@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +15,15 @@ from ..comm.p2p import Edge, open_channels
 from ..optim.norm import NormSlots
 from ..optim.optimizer import ShardedOptimizer
 from ..optim.probe import check_elementwise
+from ..pipeline.actions import Action
 from ..pipeline.border import Border
 from ..pipeline.costs import Costs
 from ..pipeline.criterion import SumLoss, as_sum, default_num_items
-from ..pipeline.runtime import Interpreter
+from ..pipeline.runtime import Interpreter, Step
 from ..pipeline.stage import Stage, Unit
 from ..topology import Topology
 from ..zero.shards import Shards
-from .flats import flats_of, frozen_of, groups_of
+from .flats import Sharding, flats_of, frozen_of, groups_of, kept_of
 from .keeping import activations_of, check_activations
 from .model import (
     DTYPES,
@@ -39,6 +40,9 @@ from .options import Options
 from .plan import make_plan
 from .programs import Programs
 from .ties import check_placements, fixed_of, share_values, shared_by, tie_by_name, ties_of
+from .uses import uses_of
+
+GATHER_BUDGET = 2**28  # bytes
 
 
 @dataclass
@@ -65,6 +69,13 @@ class Parts:
         """This rank's units, in model order."""
         return [unit for index in sorted(self.stages) for unit in self.stages[index].units]
 
+    def run(self, actions: Sequence[Action], step: Step) -> None:
+        """Do this rank's actions of a program. Collective over the world."""
+        units = {at: [unit.number for unit in self.stages[at].units] for at in self.stages}
+        self.shards.begin(uses_of(actions, units), len(step.seeds), step.training)
+        self.interpreter.run(actions, step)
+        self.shards.end()
+
 
 def assemble(model: nn.Module, topology: Topology, options: Options) -> Parts:
     """Cut the model, give it values, and connect the parts. Collective over the world.
@@ -90,15 +101,14 @@ def assemble(model: nn.Module, topology: Topology, options: Options) -> Parts:
     activations = activations_of(options, topology, host)
     home = programs.rank_of_stage
     home_of = [home[stage] for stage, (start, stop) in enumerate(cuts) for _ in range(start, stop)]
-    shards = _shards(units, facts, group_of, home_of, topology, options)
+    sharding = Sharding.open(topology, options)
+    shards = _shards(units, facts, group_of, home_of, topology, options, sharding)
     stages = {
         index: Stage(
             index,
             units[start:stop],
             activations=activations,
-            before=shards.before,
-            after=shards.reduce,
-            check=shards.check,
+            weights=shards,
             split=programs.splits_backward,
         )
         for index, (start, stop) in enumerate(cuts)
@@ -117,7 +127,7 @@ def assemble(model: nn.Module, topology: Topology, options: Options) -> Parts:
         Interpreter(stages, len(home), borders, topology.describe()),
         programs,
         shards,
-        NormSlots(placed, shards.trained(), topology.tp, topology.dp),
+        NormSlots(placed, shards.trained(), topology.tp, sharding.axis, sharding.replicas),
         ShardedOptimizer(options.optimizer, shards.trained(), groups, options.lr_schedule),
         SumLoss(loss_fn),
         num_items,
@@ -132,6 +142,7 @@ def _shards(
     home_of: list[int],
     topology: Topology,
     options: Options,
+    sharding: Sharding,
 ) -> Shards:
     """This rank's units with their values, in flat buffers. ``home_of`` is each unit's rank."""
     shared = shared_by(units, home_of)
@@ -143,11 +154,19 @@ def _shards(
     if options.compile:
         for unit in local:
             unit.module.compile()
-    flats = flats_of(local, facts, group_of, {each.owner for each in shared}, topology, options)
-    ties = ties_of(shared, facts, flats, axes)
-    fixed = fixed_of(local, shared, facts)
-    wire = DTYPES[options.reduce_dtype] if options.reduce_dtype else None
-    return Shards(flats, topology.dp, options.zero, frozen_of(local), ties, fixed, wire)
+    tied = {each.owner for each in shared}
+    flats = flats_of(local, facts, group_of, tied, sharding, options.precision)
+    return Shards(
+        flats,
+        frozen=frozen_of(local),
+        kept=kept_of(local, facts, sharding),
+        replicas=sharding.replicas,
+        each=sharding.each,
+        budget=GATHER_BUDGET if options.gather_budget is None else options.gather_budget,
+        ties=ties_of(shared, facts, flats, axes),
+        fixed=fixed_of(local, shared, facts),
+        wire=DTYPES[options.reduce_dtype] if options.reduce_dtype else None,
+    )
 
 
 def _borders(topology: Topology, home: list[int], timeout: float) -> dict[int, Border]:

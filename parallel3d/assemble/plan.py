@@ -16,6 +16,7 @@ from ..pipeline.schedules import NAMES
 from ..pipeline.simulate import simulate_costs
 from ..pipeline.stage import Unit
 from ..topology import Topology
+from .flats import reduces_each
 from .measure import Measured, count_flops, measure
 from .model import Facts
 from .options import Options
@@ -50,7 +51,8 @@ def make_plan(
     if options.schedule == "auto":
         known = _look(units, topology, options)
         return _chosen(_weights(units, facts, options, known), known, topology, options)
-    programs = Programs(_source(options, topology.pp.size), topology.pp)
+    each = reduces_each(topology, options)
+    programs = Programs(_source(options, topology.pp.size, each), topology.pp, each)
     num_stages, limit = programs.num_stages, options.memory_limit
     even = "uniform" if isinstance(options.partition, str) else options.partition
     partition([1.0] * len(units), num_stages, even)  # refused before anything is measured
@@ -106,15 +108,15 @@ def _chosen(weights: list[float], known: Known, topology: Topology, options: Opt
         method=options.partition,
     )
     source = chosen(choice, options.num_microbatches)
-    programs = Programs(source, topology.pp)
+    programs = Programs(source, topology.pp, reduces_each(topology, options))
     return Plan(programs, choice.cuts, choice.costs)
 
 
-def _source(options: Options, num_ranks: int) -> Source:
+def _source(options: Options, num_ranks: int, each: bool) -> Source:
     asked, sizes = options.schedule, (num_ranks, options.num_microbatches, options.num_chunks)
     if isinstance(asked, str) and (asked in NAMES or not PurePath(asked).suffix):
         return named(asked, *sizes)
-    return given(asked, *sizes)
+    return given(asked, *sizes, each)
 
 
 def _look(units: list[Unit], topology: Topology, options: Options, split: bool = True) -> Known:

@@ -50,13 +50,17 @@ def chosen(choice: Choice, num_microbatches: int) -> Source:
 
 
 def given(
-    schedule: str | Program, num_ranks: int, num_microbatches: int, num_chunks: int | None
+    schedule: str | Program,
+    num_ranks: int,
+    num_microbatches: int,
+    num_chunks: int | None,
+    each: bool = False,
 ) -> Source:
-    """A program of the user's own, or the path of one."""
+    """A program of the user's own, or the path of one; ``each`` as ``Programs`` has it."""
     if isinstance(schedule, str):
-        own, name = read_program(schedule, num_ranks), schedule
+        own, name = read_program(schedule, num_ranks, each), schedule
     else:
-        own, name = given_program(schedule, num_ranks), "of actions"
+        own, name = given_program(schedule, num_ranks, each), "of actions"
     for key, asked, has in (
         ("num_microbatches", num_microbatches, own.num_microbatches),
         ("num_chunks", num_chunks or own.schedule.num_chunks, own.schedule.num_chunks),
@@ -83,11 +87,12 @@ class Programs:
     """This rank's actions of a training or evaluation step of ``m`` microbatches.
 
     Each is simulated before its first use, which proves that it ends; making the default training
-    program at once refuses a schedule before anything is sent.
+    program at once refuses a schedule before anything is sent. ``each``: gradients are reduced in
+    each microbatch, not once a step.
     """
 
-    def __init__(self, source: Source, pp: Axis) -> None:
-        self.source, self.pp = source, pp
+    def __init__(self, source: Source, pp: Axis, each: bool = False) -> None:
+        self.source, self.pp, self.each = source, pp, each
         self.num_microbatches = source.num_microbatches
         self.rank_of_stage = source.training(self.num_microbatches).rank_of_stage
         self._made: dict[tuple[int, bool, bool], Program] = {}
@@ -137,4 +142,4 @@ class Programs:
         schedule = source.training(num_microbatches)
         if source.lowered is not None and ahead:
             return source.lowered
-        return lower(schedule, early=early)
+        return lower(schedule, early=early, each=self.each)

@@ -22,7 +22,7 @@ from .whole import join
 
 def save_state(parts: Parts, folder: Path, meta: dict[str, Any]) -> None:
     """Write weights, optimizer state and buffers; each element by one rank."""
-    parts.shards.settle()
+    parts.shards.wait()
     states = parts.optimizer.states()
     names, scalars = _state_names(parts, states)
     fragments = [*_weights(parts, saving=True), *_rest(parts, saving=True)]
@@ -42,7 +42,7 @@ def save_state(parts: Parts, folder: Path, meta: dict[str, Any]) -> None:
 
 def load_state(parts: Parts, folder: Path) -> dict[str, Any]:
     """Fill this rank's part of everything; returns the meta."""
-    parts.shards.settle()
+    parts.shards.wait()
     saved = read_meta(folder, parts.topology.world)["optimizer"]
     states = parts.optimizer.blank_states() if saved["states"] or saved["scalars"] else []
     fragments = [*_weights(parts, saving=False), *_rest(parts, saving=False)]
@@ -59,7 +59,7 @@ def load_state(parts: Parts, folder: Path) -> dict[str, Any]:
 
 def load_weights(parts: Parts, folder: Path) -> dict[str, Any]:
     """Fill this rank's part of parameters and buffers only, in the precision they have here."""
-    parts.shards.settle()
+    parts.shards.wait()
     fragments = [*_weights(parts, saving=False), *_rest(parts, saving=False)]
     meta = load(folder, fragments, parts.topology.world, convert=True, subset=True)
     parts.shards.publish()
@@ -68,7 +68,7 @@ def load_weights(parts: Parts, folder: Path) -> dict[str, Any]:
 
 def whole_state(parts: Parts) -> dict[str, Tensor]:
     """Whole tensors on rank 0, under every name of the model."""
-    parts.shards.settle()
+    parts.shards.wait()
     fragments = [*_weights(parts, saving=True), *_rest(parts, saving=True)]
     whole = join(fragments, parts.topology.world)
     if parts.topology.rank > 0:
@@ -93,7 +93,7 @@ def whole_gradients(parts: Parts) -> dict[str, Tensor]:
 
 def _weights(parts: Parts, saving: bool) -> list[Fragment]:
     found = []
-    for flat in parts.shards.trained():
+    for flat in parts.shards.held():
         low = flat.updated[0]
         for start, stop in [flat.owned if saving else flat.updated]:
             found += _cuts(parts, flat, start, stop, "weight", flat.master, low, saving)
@@ -120,13 +120,15 @@ def _cuts(
 ) -> list[Fragment]:
     """Fragments of ``[start, stop)`` of a flat buffer whose element ``at`` is ``data[0]``.
 
-    A copy of a tied parameter is filled, and never saved: its owner is.
+    A copy of a tied parameter is filled, and never saved: its owner is. Of replicas one is saved.
     """
     found: list[Fragment] = []
-    if saving and flat.copy:
+    if saving and parts.shards.replicas.rank > 0:
         return found
     for held, low, high in flat.parts(start, stop):
         if saving and isinstance(held.placement, Replicate) and parts.topology.tp.rank:
+            continue
+        if saving and parts.facts[held.name].owner != held.name:
             continue
         begin = next(slot.start for slot in flat.slots if slot.held is held)
         shape = tuple(held.parameter.shape)
@@ -141,15 +143,17 @@ def _cuts(
 
 
 def _rest(parts: Parts, saving: bool) -> list[Fragment]:
-    """Frozen parameters and persistent buffers, by the first rank that has them."""
+    """Persistent buffers, and frozen parameters that are whole, by the first rank that has them."""
     topology, found = parts.topology, []
+    whole = not parts.shards.keeps_owned
     for unit in parts.units:
         trained = {path for path, p in unit.module.named_parameters() if p.requires_grad}
         for path, tensor in unit.module.state_dict(keep_vars=True).items():
             name = f"{unit.name}.{path}"
             fact = parts.facts.get(name)
             second_use = fact is not None and fact.owner != name
-            if path in trained or (fact is not None and fact.trained) or (saving and second_use):
+            flat = path in trained or (fact is not None and (fact.trained or not whole))
+            if flat or (saving and second_use):
                 continue
             data = tensor.detach()
             placement = fact.placement if fact else Replicate()

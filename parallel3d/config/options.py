@@ -19,8 +19,6 @@ ScheduleName = Literal[
 ]
 
 BUILT: dict[str, tuple[Any, ...]] = {
-    "zero.stage": (0, 1),
-    "zero.shard_size": (None,),
     "offload.optimizer": ("none",),
     "offload.parameters": ("none",),
     "offload.path": (None,),

@@ -80,7 +80,7 @@ def settle(config: Config, pp: int, dp: int, tp: int) -> Config:
     """Fill in the degrees of the real grid and the number of microbatches; check what needs them.
 
     Raises:
-        ValueError: the global batch does not divide, or the model's heads do not.
+        ValueError: the global batch, the model's heads or ``zero.shard_size`` do not divide.
     """
     heads = config.model.get("num_heads")
     if isinstance(heads, int) and heads % tp:
@@ -88,12 +88,28 @@ def settle(config: Config, pp: int, dp: int, tp: int) -> Config:
             f"model.num_heads = {heads} is not a multiple of topology.tp = {tp}: "
             f"set model.num_heads={-(-heads // tp) * tp}, or a topology.tp that divides {heads}"
         )
+    _shard_size(config, dp)
     _recompute(config, tp)
     return replace(
         config,
         topology=Degrees(pp, dp, tp),
         pipeline=replace(config.pipeline, num_microbatches=_settled_microbatches(config, dp)),
     )
+
+
+def _shard_size(config: Config, dp: int) -> None:
+    size, stage = config.zero.shard_size, config.zero.stage
+    if size is not None and dp % size:
+        near = [s for s in range(1, dp + 1) if dp % s == 0]
+        raise ValueError(
+            f"zero.shard_size = {size} does not divide topology.dp = {dp}: set zero.shard_size="
+            f"{min(near, key=lambda s: abs(s - size))}, or null for all of dp"
+        )
+    if size not in (None, dp) and stage == 0:
+        raise ValueError(
+            f"zero.shard_size = {size} says over how many ranks is sharded, but zero.stage = 0 "
+            f"shards nothing: set zero.stage=1 or more, or zero.shard_size=null"
+        )
 
 
 def check_resume(saved: Config, config: Config) -> None:

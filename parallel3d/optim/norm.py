@@ -6,8 +6,8 @@ every rank adds up the slots in one fixed order: the norm has the same bits howe
 over pipeline stages or ZeRO stages, and on every rank.
 
 [Note: copies] Of a parameter that is replicated over tp, rank 0 writes the slot; of a tied one, the
-pipeline rank of its owner. The others add zero times their own squared norm: nothing, unless their
-copy alone is not finite, which all ranks then see.
+pipeline rank of its owner; of shards that have replicas, the first. The others add zero times their
+own squared norm: nothing, unless their copy alone is not finite, which all ranks then see.
 """
 
 from __future__ import annotations
@@ -31,13 +31,20 @@ class NormSlots:
         placements: of each trained parameter of the whole model, in order, by index.
         flats: what this rank trains.
         tp: the tensor-parallel axis.
-        dp: the data-parallel axis.
+        dp: the ranks that share out the gradients.
+        replicas: the ranks that hold the same shards, of which the first writes.
     """
 
     def __init__(
-        self, placements: Mapping[int, Placement], flats: Sequence[Flat], tp: Axis, dp: Axis
+        self,
+        placements: Mapping[int, Placement],
+        flats: Sequence[Flat],
+        tp: Axis,
+        dp: Axis,
+        replicas: Axis | None = None,
     ) -> None:
         first: dict[int, int] = {}
+        spare = replicas is not None and replicas.rank > 0
         self.count = 0
         for index, placement in placements.items():
             first[index] = self.count
@@ -48,9 +55,10 @@ class NormSlots:
             for held, start, stop in flat.parts(*flat.owned):
                 cut = isinstance(placements[held.index], Shard)
                 places.append(first[held.index] + dp.rank + (tp.rank * dp.size if cut else 0))
-                weights.append(float((cut or tp.rank == 0) and not flat.copy))
-                self._views.append(flat.grad[start:stop])
-        device = flats[0].grad.device if flats else None
+                weights.append(float((cut or tp.rank == 0) and not (flat.copy or spare)))
+                low = flat.owned[0]
+                self._views.append(flat.owned_grad[start - low : stop - low])
+        device = flats[0].data.device if flats else None
         self._places = torch.tensor(places, dtype=torch.int64, device=device)
         self._weights = torch.tensor(weights, dtype=torch.float64, device=device)
 

@@ -22,11 +22,12 @@ class Given(NamedTuple):
     lowered: Program | None
 
 
-def read_program(path: str | Path, num_ranks: int | None = None) -> Given:
+def read_program(path: str | Path, num_ranks: int | None = None, each: bool = False) -> Given:
     """Read a file of actions as ``show`` prints them, such as ``0F0 0F1 0B0``, one line a rank.
 
     Empty lines and comments behind ``#`` are passed over. Messages are added later, or run as they
-    are given, all or none. ``num_ranks`` is how many lines there must be, None for any number.
+    are given, all or none. ``num_ranks`` is how many lines there must be, None for any number;
+    ``each`` is where REDUCE goes, as ``add_reduce`` has it.
 
     Raises ValueError, with the name of the file, for a word that is no action (and its line), for
     what ``given_program`` refuses, and if there is no such file.
@@ -39,12 +40,12 @@ def read_program(path: str | Path, num_ranks: int | None = None) -> Given:
             " pipeline rank on a line of it, or take a schedule by its name"
         )
     try:
-        return given_program(parse(Path(path).read_text(encoding="utf-8-sig")), num_ranks)
+        return given_program(parse(Path(path).read_text(encoding="utf-8-sig")), num_ranks, each)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
 
-def given_program(program: Program, num_ranks: int | None = None) -> Given:
+def given_program(program: Program, num_ranks: int | None = None, each: bool = False) -> Given:
     """Prove a user's program on paper and tell its parts.
 
     Raises ValueError for another number of ranks than ``num_ranks``, for what ``check`` refuses
@@ -62,7 +63,7 @@ def given_program(program: Program, num_ranks: int | None = None) -> Given:
     if not any(action.op in (Op.BACKWARD, Op.WEIGHT_GRAD) for action in rules.rank_of):
         raise ValueError("a program of forwards alone trains nothing: write the backwards too")
     num_microbatches = 1 + max(action.microbatch for action in rules.rank_of)
-    whole = add_reduce(program)
+    whole = add_reduce(program, each)
     if not rules.is_lowered:
         simulate(lower(schedule))
         return Given(schedule, num_microbatches, None)

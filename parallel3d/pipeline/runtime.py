@@ -150,8 +150,8 @@ class Interpreter:
 
     def _backward(self, step: Step, index: int, microbatch: int, given: Any) -> None:
         gradients = self._output_gradients(step, index, microbatch, given)
-        last = index in step.reducing
-        gradients = self.stages[index].backward(microbatch, gradients, last)
+        reduce = index in step.reducing
+        gradients = self.stages[index].backward(microbatch, gradients, reduce)
         if index > 0:
             self._give(step, "backward", index - 1, microbatch, gradients)
 

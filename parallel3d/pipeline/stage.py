@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,42 @@ from .segment import Segment, Unit, hand_on
 Deferred = tuple[nn.Parameter, Callable[[], Tensor]]
 
 
-def _nothing(unit: int) -> None:
-    """The default of ``before`` and ``after``."""
+class Weights(Protocol):
+    """Who has the parameters of the units, and what becomes of their gradients.
+
+    Units are named by their number in the model.
+    """
+
+    def before_forward(self, unit: int) -> None:
+        """The unit's parameters must be there when this returns."""
+
+    def before_backward(self, unit: int, microbatch: int) -> None:
+        """The same; and gradients of this microbatch will be added to those that are there.
+
+        A repeated forward belongs to the backward.
+        """
+
+    def before_weight_grad(self, unit: int, microbatch: int) -> None:
+        """More gradients will be added; the parameters are not needed."""
+
+    def after_backward(self, unit: int, microbatch: int, reduce: bool) -> None:
+        """All of the microbatch's gradients are there; with ``reduce`` they may be summed now."""
+
+
+class AtHand:
+    """Parameters that are always there."""
+
+    def before_forward(self, unit: int) -> None:
+        """Nothing."""
+
+    def before_backward(self, unit: int, microbatch: int) -> None:
+        """Nothing."""
+
+    def before_weight_grad(self, unit: int, microbatch: int) -> None:
+        """Nothing."""
+
+    def after_backward(self, unit: int, microbatch: int, reduce: bool) -> None:
+        """Nothing."""
 
 
 class Stage:
@@ -34,9 +68,7 @@ class Stage:
         index: of the stage in the model.
         units: in order.
         activations: what a unit keeps between forward and backward.
-        before: called with a unit's index right before each of its forwards.
-        after: called with a unit's index when a backward marked ``last`` has completed it.
-        check: called with a unit's index after each of its backwards.
+        weights: told of each use of a unit's parameters.
         split: ``input_grad`` and ``weight_grad`` will be called instead of ``backward``; layers
             with a ``defer`` attribute are given one.
 
@@ -50,14 +82,12 @@ class Stage:
         units: list[Unit],
         *,
         activations: Activations | None = None,
-        before: Callable[[int], None] = _nothing,
-        after: Callable[[int], None] = _nothing,
-        check: Callable[[int], None] = _nothing,
+        weights: Weights | None = None,
         split: bool = False,
     ) -> None:
         self.index, self.units = index, units
         self.activations = activations or Activations()
-        self.before, self.after, self.check = before, after, check
+        self.weights = weights or AtHand()
         self._kept: dict[int, list[Segment]] = {}
         self._deferred: dict[tuple[int, int], deque[Deferred]] = {}
         self._keeping: deque[Deferred] | None = None
@@ -96,7 +126,7 @@ class Stage:
     def evaluate(self, x: Any, seed: int) -> Any:
         """Forward without gradients."""
         for unit in self.units:
-            self.before(unit.number)
+            self.weights.before_forward(unit.number)
             with self._inside(unit):
                 outputs, spec = unit.run(*tree_flatten(x), seed)
             x = hand_on(outputs, spec, [False] * len(outputs))
@@ -106,7 +136,7 @@ class Stage:
         """Run the units on ``x``, a pytree of tensors; ``seed`` keys their random numbers."""
         kept = self._kept[microbatch] = []
         for unit in self.units:
-            self.before(unit.number)
+            self.weights.before_forward(unit.number)
             segment = self.activations.segment(unit, x, seed)
             with self._inside(unit):
                 x = segment.forward()
@@ -114,19 +144,17 @@ class Stage:
         return x
 
     def backward(
-        self, microbatch: int, gradients: list[Tensor], last: bool = False
+        self, microbatch: int, gradients: list[Tensor], reduce: bool = False
     ) -> list[Tensor]:
         """From the gradients of the outputs that need one to those of the inputs that do.
 
-        ``last`` marks the stage's last backward of the step: ``after`` is called for each unit.
+        ``reduce`` is handed on to ``weights``, as each unit is done.
         The list ``gradients`` is emptied, so that none is kept longer than its unit needs it.
         """
         for unit, segment in self._finish(microbatch):
             with self._inside(unit):
                 gradients = segment.backward(gradients)
-            self.check(unit.number)
-            if last:
-                self.after(unit.number)
+            self.weights.after_backward(unit.number, microbatch, reduce)
         return gradients
 
     def input_grad(self, microbatch: int, gradients: list[Tensor]) -> list[Tensor]:
@@ -142,13 +170,12 @@ class Stage:
         return gradients
 
     @torch.no_grad()
-    def weight_grad(self, microbatch: int, last: bool = False) -> None:
-        """The rest of a microbatch's backward. ``last`` as in ``backward``."""
+    def weight_grad(self, microbatch: int, reduce: bool = False) -> None:
+        """The rest of a microbatch's backward. ``reduce`` as in ``backward``."""
         for unit in reversed(self.units):
+            self.weights.before_weight_grad(unit.number, microbatch)
             _add_gradients(self._deferred.pop((microbatch, unit.number)))
-            self.check(unit.number)
-            if last:
-                self.after(unit.number)
+            self.weights.after_backward(unit.number, microbatch, reduce)
 
     def _defer(self, parameter: nn.Parameter, make: Callable[[], Tensor]) -> Tensor | None:
         if self._keeping is None:
@@ -166,8 +193,7 @@ class Stage:
             segment = kept.pop()
             for each in (segment, *kept[-1:]):
                 each.fetch()
-            if segment.repeats:
-                self.before(unit.number)
+            self.weights.before_backward(unit.number, microbatch)
             with self._inside(unit):
                 segment.prepare()
             yield unit, segment

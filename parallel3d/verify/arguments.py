@@ -57,7 +57,7 @@ def _some_of(*known: str) -> Callable[[str, str], list[Any]]:
 
 
 def _zero(key: str, value: str) -> list[int]:
-    return [int(each) for each in _some_of("0", "1")(key, value)]
+    return [int(each) for each in _some_of("0", "1", "2", "3")(key, value)]
 
 
 def _count(what: str) -> Callable[[str, str], int]:
@@ -97,6 +97,7 @@ READERS: dict[str, Callable[[str, str], Any]] = {
     "schedule": _some_of(*SCHEDULES),
     "num_chunks": _num_chunks,
     "recompute": _some_of("none", "full", "selective"),
+    "reduce": _some_of("each", "last"),
     "model": _list,
     "steps": _count("steps"),
     "tolerance": _tolerance,

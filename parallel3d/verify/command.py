@@ -21,15 +21,16 @@ from .trace import Setting
 USAGE = f"""Prove that no layout changes the numbers: each against plain PyTorch, in fp64.
 
     python tools/verify.py [layouts=1x1x1,2x2x2] [zero=0,1] [schedule=gpipe,1f1b] [num_chunks=3]
-                           [recompute=none,full] [model=gpt_tiny] [steps=3] [tolerance=1e-12]
-                           [suite=quick|full] [part=1/4]
+                           [recompute=none,full] [reduce=each,last] [model=gpt_tiny] [steps=3]
+                           [tolerance=1e-12] [suite=quick|full] [part=1/4]
 
 suite=full proves every combination of these, and what is given narrows it:
 {Choices()}
 interleaved and looped-bfs also with 3 and 4 chunks, on three layouts. suite=quick, the default,
-proves as few of them as bring every two choices together. With zero, schedule, num_chunks or
-recompute and no suite, every combination of what is given is proved, else zero=1 schedule=1f1b
-recompute=none. part=1/4 is the first of four parts of the work.
+proves as few of them as bring every two choices together. With zero, schedule, num_chunks,
+recompute or reduce and no suite, every combination of what is given is proved, else zero=1
+schedule=1f1b recompute=none reduce=each. reduce is a choice of ZeRO 2 and 3 alone. part=1/4 is the
+first of four parts of the work.
 
 layouts are pp x dp x tp. model is any of
 {", ".join(PRESETS)},
@@ -40,12 +41,13 @@ that no layout divides.
 The columns are errors relative to the largest element of a tensor: loss and norm of every step,
 gradient of every parameter, weights after all steps under SGD with momentum and under AdamW
 (tolerance: 100 times as much). bits compares everything with the first case of equal model, dp and
-tp: pp, schedule, chunks, recompute and ZeRO 0 or 1 promise to change none.
+tp: pp, schedule, chunks, recompute and ZeRO promise to change none. ZeRO 2 and 3 that reduce in
+each microbatch are a class of their own.
 
 Exit code: 0 all promises are kept, 1 one is not, 2 the arguments are wrong.
 """
 UNEVEN = "on microbatches of unequal sizes, in the second step of unequal lengths too"
-SINGLE = {"zero": [1], "schedule": ["1f1b"], "recompute": ["none"]}
+SINGLE = {"zero": [1], "schedule": ["1f1b"], "recompute": ["none"], "reduce": ["each"]}
 
 
 class Request(NamedTuple):

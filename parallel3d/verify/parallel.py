@@ -20,6 +20,8 @@ from .cases import Case
 from .subject import Subject
 from .trace import OPTIMIZERS, Run, Setting, Tensors, Trace
 
+BUDGET = 2**18  # bytes: too few for a model, so that ZeRO 3 gathers units again
+
 
 class Observed(Engine):
     """An engine that keeps its first gradients, whole, as they are before clipping."""
@@ -85,6 +87,8 @@ def _engine(
         partition="measure" if measured else setting.partition,
         sample=_sample(subject, setting, topology.dp) if measured else None,
         zero=case.zero,
+        zero_reduce=case.reduce,
+        gather_budget=BUDGET,
         precision="fp64",
         recompute=case.recompute,
         max_grad_norm=setting.max_grad_norm,
@@ -120,6 +124,7 @@ def _unequal_copies(parts: Parts) -> list[str]:
     Those are ranks of a dp axis, of tp where it is replicated, and of pp where it is tied.
     """
     mine = {}
+    parts.shards.settle()
     for flat in parts.shards.trained():
         for held, _, _ in flat.slots:
             place = 0 if isinstance(held.placement, Replicate) else parts.topology.tp.rank

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..topology import Grid, Topology
 from . import parallel
-from .cases import LAYOUTS, Case, product
+from .cases import LAYOUTS, Case, Family, product
 from .compare import PARAMETERS, Cell, cells, first_difference
 from .ranks import run
 from .reference import half_norm, train_plainly
@@ -71,6 +71,7 @@ def verify(
     schedule: Iterable[str] = ("1f1b",),
     recompute: Iterable[str] = ("none",),
     num_chunks: Iterable[int | None] = (None,),
+    reduce: Iterable[str] = ("each",),
     steps: int = 3,
     num_microbatches: int = 4,
     tolerance: float = 1e-12,
@@ -93,6 +94,7 @@ def verify(
         schedule: pipeline schedules.
         recompute: modes.
         num_chunks: stages per pipeline rank, None for what a schedule needs.
+        reduce: in ``each`` microbatch or the ``last``, of ZeRO 2 and 3.
         steps: training steps.
         num_microbatches: in each dp rank's share of a batch.
         tolerance: relative, of all columns but AdamW's weights, which get 100 times as much.
@@ -104,7 +106,7 @@ def verify(
     subject = Subject(build, reference, loss, batch, cut_loss, num_items)
     setting = Setting(steps, num_microbatches)
     rows = []
-    cases = product(layouts, zero, schedule, recompute, num_chunks)
+    cases = product(layouts, zero, schedule, recompute, num_chunks, reduce)
     for row in prove(subject, cases, setting, tolerance):
         rows.append(row)
         if report is not None:
@@ -117,7 +119,7 @@ def prove(
 ) -> Iterator[Row]:
     """A row for each case, as it is done. Cases of one layout should stand together."""
     ((setting, true),) = run(Grid(), plainly, subject, setting)
-    firsts: dict[tuple[int, int], Trace] = {}
+    firsts: dict[Family, Trace] = {}
     for grid, group in groupby(cases, key=lambda case: case.grid):
         mine = list(group)
         start = time.monotonic()

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..pipeline.schedules import NAMES, build
 from ..topology import Grid
-from .cases import LAYOUTS, Case, ordered, product
+from .cases import LAYOUTS, Case, ordered, product, stages
 from .covering import pairwise
 
 Work = dict[str, list[Case]]  # by model
@@ -19,10 +19,11 @@ class Choices(NamedTuple):
 
     model: Sequence[str] = ("gpt_deep", "gpt_deep_tied")
     layouts: Sequence[str] = (*LAYOUTS, "4x1x1", "4x2x1")
-    zero: Sequence[int] = (0, 1)
+    zero: Sequence[int] = (0, 1, 2, 3)
     schedule: Sequence[str] = SCHEDULES
     recompute: Sequence[str] = ("none", "full", "selective")
     num_chunks: Sequence[int | None] = (None,)
+    reduce: Sequence[str] = ("each", "last")
 
     def __str__(self) -> str:
         told = {name: ", ".join(map(str, values)) for name, values in self._asdict().items()}
@@ -43,7 +44,7 @@ def full(choices: Choices) -> Work:
     if choices.num_chunks == (None,):
         narrow = {
             name: [value for value in getattr(CHUNKED, name) if value in getattr(choices, name)]
-            for name in ("layouts", "zero", "schedule", "recompute")
+            for name in ("layouts", "zero", "schedule", "recompute", "reduce")
         }
         more = product(**narrow, num_chunks=CHUNKED.num_chunks)
         work = {model: ordered([*cases, *more]) for model, cases in work.items()}
@@ -53,15 +54,24 @@ def full(choices: Choices) -> Work:
 def quick(choices: Choices) -> Work:
     """Few cases: every two choices of two dimensions meet in one."""
     work: Work = {model: [] for model in choices.model}
-    for model, layout, *rest in pairwise(*choices):
-        work[model].append(Case(Grid.parse(layout), *rest))
+    zero = stages(choices.zero, choices.reduce)
+    order = (choices.model, choices.layouts, zero)
+    rest = (choices.schedule, choices.recompute, choices.num_chunks)
+    for model, layout, (stage, reduce), schedule, mode, chunks in pairwise(*order, *rest):
+        case = Case(Grid.parse(layout), stage, schedule, mode, chunks, reduce)
+        work[model].append(case)
     return {model: ordered(cases) for model, cases in work.items()}
 
 
 def every(choices: Choices) -> Work:
     """Every combination."""
     cases = product(
-        choices.layouts, choices.zero, choices.schedule, choices.recompute, choices.num_chunks
+        choices.layouts,
+        choices.zero,
+        choices.schedule,
+        choices.recompute,
+        choices.num_chunks,
+        choices.reduce,
     )
     return dict.fromkeys(choices.model, cases)
 

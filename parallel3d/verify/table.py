@@ -11,7 +11,7 @@ from rich.text import Text
 from .proof import Row
 
 COLUMNS = (
-    *(("model", 13), ("layout", 7), ("zero", 5), ("schedule", 13), ("recompute", 10), ("loss", 9)),
+    *(("model", 13), ("layout", 7), ("zero", 6), ("schedule", 13), ("recompute", 10), ("loss", 9)),
     *(("gradient", 9), ("norm", 9), ("sgd", 9), ("adamw", 9), ("bits", 7), ("seconds", 8)),
 )
 
@@ -61,7 +61,7 @@ def _line(model: str, row: Row) -> Text:
     values = {
         "model": (model, fine),
         "layout": (str(case.grid), fine),
-        "zero": (str(case.zero), fine),
+        "zero": (f"{case.zero} {case.reduce}" if case.zero >= 2 else str(case.zero), fine),
         "schedule": (case.schedule + chunks, fine),
         "recompute": (case.recompute, fine),
         **{name: (f"{cell.error:.1e}", cell.passes) for name, cell in row.cells.items()},

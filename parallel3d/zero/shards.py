@@ -1,33 +1,43 @@
-"""Who reduces, updates and gathers what: ZeRO stages 0 and 1 over flat buffers.
+"""Who reduces, updates and gathers what: the four stages of ZeRO over flat buffers.
 
-Both sum a unit's gradients into the owned shards the moment its last backward has ended, so the sum
-runs beside the backward of the units before it. Stage 0 then gathers the gradients and updates
-everything on every rank; stage 1 updates the owned shard and gathers the parameters, unit by unit,
-ahead of the next forward that needs them (Rajbhandari et al., 2020, arXiv 1910.02054, section 5).
-Per rank and step either sends ``2 n (d - 1) / d`` elements for ``n`` on ``d`` ranks.
+One mechanism, and a choice of what stays (Rajbhandari et al., 2020, arXiv 1910.02054, section 5):
+
+    stage   values    gradients    optimizer
+    0       whole     whole        whole
+    1       whole     whole        owned
+    2       whole     owned        owned
+    3       owned     owned        owned
+
+Per rank and step stages 0, 1 and 2 send ``2 n (d - 1) / d`` elements for ``n`` on ``d`` ranks; with
+a reduction in each of ``m`` microbatches 2 sends ``(m + 1) n (d - 1) / d``. Stage 3 sends
+``n (d - 1) / d`` for each time that the budget makes it gather, once a step if everything fits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from ..comm.collectives import Pending, start_all_gather, start_reduce_scatter
 from ..topology import Axis
 from .flat import Flat
-from .ties import Tie, Ties
+from .gradients import Gradients
+from .ties import Tie
+from .values import Owned, Values, Whole
 
 
 class Shards:
-    """The flat buffers of a rank's units, by unit index, sharded over ``axis``.
+    """The flat buffers of a rank's units, by unit index; what a stage asks for its weights.
 
     Args:
-        flats: of each unit.
-        axis: the dp axis.
-        stage: 0 or 1.
-        frozen: parameters by name that lie in no buffer, of each unit.
+        flats: of each unit, trained.
+        frozen: parameters by name that are not trained, of each unit.
+        kept: flats of the frozen ones, at stage 3.
+        replicas: the ranks that hold the same shards.
+        each: reduce gradients in each microbatch, from stage 2 on.
+        budget: bytes that may be gathered at once, at stage 3.
         ties: of which this rank holds a use.
         fixed: buffers by name that other pipeline ranks hold too, of each unit.
         wire: what gradients are rounded to before they are summed; None for their own dtype.
@@ -36,34 +46,89 @@ class Shards:
     def __init__(
         self,
         flats: dict[int, list[Flat]],
-        axis: Axis,
-        stage: int,
+        *,
         frozen: Mapping[int, Sequence[tuple[str, nn.Parameter]]] | None = None,
+        kept: dict[int, list[Flat]] | None = None,
+        replicas: Axis | None = None,
+        each: bool = False,
+        budget: int = 2**28,
         ties: Sequence[Tie] = (),
         fixed: Mapping[int, Sequence[tuple[str, Tensor]]] | None = None,
         wire: torch.dtype | None = None,
     ) -> None:
-        self.flats, self.axis, self.stage, self.frozen = flats, axis, stage, frozen or {}
-        self.ties, self.fixed, self.wire = Ties(ties), fixed or {}, wire
+        self.flats, self.kept, self.frozen, self.fixed = (
+            flats,
+            kept or {},
+            frozen or {},
+            fixed or {},
+        )
+        self.replicas = replicas or Axis.single("dp")
+        self.gradients = Gradients(flats, self.replicas, each, ties, wire)
+        self.values = self._values(budget)
         self._note_versions()
-        self._reducing: dict[Flat, Pending] = {}
-        self._gathering: dict[int, list[Pending]] = {}
+
+    def _values(self, budget: int) -> Values:
+        homes = {flat: unit for unit in sorted(self.flats) for flat in self.flats[unit]}
+        homes |= {flat: unit for unit in sorted(self.kept) for flat in self.kept[unit]}
+        homes = {flat: unit for flat, unit in homes.items() if flat.of is None}
+        if any(flat.stage == 3 for flat in homes):
+            return Owned(self._needs(homes), homes, budget)
+        return Whole({unit: [f for f in self.flats[unit] if f.of is None] for unit in self.flats})
+
+    def _needs(self, homes: Mapping[Flat, int]) -> dict[int, list[Flat]]:
+        """Of each unit the flats of its parameters; frozen ones may lie in another unit's."""
+        at = {id(slot.held.parameter): flat for flat in homes for slot in flat.slots}
+        needs = {unit: [flat.home for flat in self.flats[unit]] for unit in self.flats}
+        for unit, named in self.frozen.items():
+            needs.setdefault(unit, []).extend(at[id(parameter)] for _, parameter in named)
+        return {unit: list(dict.fromkeys(flats)) for unit, flats in needs.items()}
+
+    @property
+    def keeps_owned(self) -> bool:
+        """Whether parameters are gathered around their uses."""
+        return isinstance(self.values, Owned)
 
     def all(self) -> list[Flat]:
-        """Every flat buffer, in unit order."""
+        """Every flat buffer with gradients, in unit order."""
         return [flat for unit in sorted(self.flats) for flat in self.flats[unit]]
 
     def trained(self) -> list[Flat]:
         """Those whose parameters are updated here: all but second uses of tied ones."""
         return [flat for flat in self.all() if flat.of is None]
 
-    def before(self, unit: int) -> None:
-        """Called before each forward of a unit: its parameters are there when this returns."""
-        for pending in self._gathering.pop(unit, ()):
-            pending.wait()
+    def held(self) -> list[Flat]:
+        """Every flat buffer with values: trained ones, and where they are sharded frozen ones."""
+        return [*self.trained(), *(flat for unit in sorted(self.kept) for flat in self.kept[unit])]
 
-    def check(self, unit: int) -> None:
-        """Called after each backward of a unit."""
+    def begin(self, uses: Sequence[int], num_microbatches: int, training: bool) -> None:
+        """Of a program that uses these units' parameters, in order."""
+        self.values.begin(uses, training)
+        self.gradients.begin(num_microbatches)
+
+    def end(self) -> None:
+        """Of the program."""
+        self.values.end()
+
+    def before_forward(self, unit: int) -> None:
+        """The unit's parameters are there when this returns."""
+        self.values.before(unit)
+
+    def before_backward(self, unit: int, microbatch: int) -> None:
+        """As before a forward, and there is a place for the gradients."""
+        self.values.before(unit)
+        self.gradients.before(unit, microbatch)
+
+    def before_weight_grad(self, unit: int, microbatch: int) -> None:
+        """There is a place for the gradients."""
+        self.gradients.before(unit, microbatch)
+
+    def after_backward(self, unit: int, microbatch: int, reduce: bool) -> None:
+        """Look whether all is in its place; ``reduce`` says that gradients are to be summed now."""
+        self._check(unit)
+        if reduce:
+            self.gradients.reduce(unit, microbatch)
+
+    def _check(self, unit: int) -> None:
         for flat in self.flats.get(unit, ()):
             flat.check()
         for name, parameter in self.frozen.get(unit, ()):
@@ -80,64 +145,45 @@ class Shards:
                     f"(pipeline.partition), or give each a buffer of its own"
                 )
 
-    def reduce(self, unit: int) -> None:
-        """Called when a unit's gradients are complete: start summing them over ``dp``."""
-        for flat in self.flats.get(unit, ()):
-            self._reducing[flat] = start_reduce_scatter(
-                flat.grad, flat.owned_grad, self.axis, wire=self.wire, tag=f"unit {unit}"
-            )
-        self.ties.advance(self._reducing)
-
     def finish_reduce(self) -> None:
-        """Wait for every sum; add up the uses of tied parameters; at stage 0 gather the sums."""
-        self.ties.advance(self._reducing, last=True)
-        for pending in self._reducing.values():
-            pending.wait()
-        self.ties.add_up()
-        if self.stage == 0:
-            gathers = [
-                start_all_gather(flat.owned_grad, flat.grad, self.axis, tag=f"unit {unit}")
-                for unit in sorted(self.flats)
-                for flat in self.flats[unit]
-                if flat.of is None
-            ]
-            for gather in gathers:
-                gather.wait()
-        self._reducing.clear()
+        """Wait until all gradients are summed."""
+        self.gradients.finish()
 
     def abandon(self) -> None:
         """After an error in the middle of a step: the next one starts from zero."""
-        self._reducing.clear()
-        self.ties.forget()
-        self.zero_gradients()
+        self.gradients.abandon()
+
+    def zero_gradients(self) -> None:
+        """Set every gradient to zero, in place."""
+        self.gradients.zero()
 
     def publish(self) -> None:
-        """After the optimizer: bring the new values into ``data``, and start gathering them.
-
-        Also after a checkpoint was loaded, which writes buffers too.
-        """
+        """After the optimizer, or a load: bring the new values to where they are used."""
         self._note_versions()
-        for unit in sorted(self.flats):
-            for flat in self.flats[unit]:
-                if flat.of is not None:
-                    continue
-                part = flat.data[slice(*flat.updated)]
-                if part.data_ptr() != flat.master.data_ptr():
-                    part.copy_(flat.master)
-                if self.stage > 0:
-                    pending = start_all_gather(part, flat.data, self.axis, tag=f"unit {unit}")
-                    self._gathering.setdefault(unit, []).append(pending)
+        self.values.publish()
+
+    def wait(self) -> None:
+        """Until no gather is under way, so that masters may be read and written."""
+        self.values.wait()
 
     def settle(self) -> None:
-        """Wait for every gather, so that all parameters may be read."""
-        for unit in list(self._gathering):
-            self.before(unit)
+        """Have all parameters there, so that they may be read. Collective at stage 3."""
+        self.values.settle()
+
+    @contextmanager
+    def edit(self) -> Iterator[None]:
+        """Inside, all parameters are there and may be written, on all ranks alike. Collective.
+
+        At the end each rank takes what it owns of them; before that nothing has changed.
+        """
+        self.settle()
+        with torch.no_grad():
+            yield
+            for flat in self.held():
+                flat.master.copy_(flat.data[slice(*flat.updated)])
+                flat.accept()
+        self.publish()
 
     def _note_versions(self) -> None:
         found = [pair for unit in self.fixed for pair in self.fixed[unit]]
         self._versions = {name: buffer._version for name, buffer in found}
-
-    def zero_gradients(self) -> None:
-        """Set every gradient to zero, in place."""
-        for flat in self.all():
-            flat.grad.zero_()

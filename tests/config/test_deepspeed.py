@@ -206,6 +206,8 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"bfloat16": {"enabled": True}, "fp16": {"enabled": "auto"}}, {"precision": "bf16"}),
     ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": False}}, {"precision": "fp32"}),
     ({"fp16": {"enabled": True, "loss_scale": 128}}, {"precision": "fp16", "fp16.scale": 128}),
+    ({"bf16": {"bf16_optimizer_states": True}}, {"optim.state_dtype": "bf16"}),
+    ({"bf16": {"bf16_optimizer_states": False}}, {"precision": "fp32"}),
     ({"communication_data_type": "bfp16"}, {"zero.reduce_dtype": "bf16"}),
     ({"communication_data_type": None}, {"zero.reduce_dtype": None}),
     ({"fp32_allreduce": True}, {"zero.reduce_dtype": "fp32"}),
@@ -288,4 +290,8 @@ def test_the_table_tells_defaults_of_deepspeed_from_what_the_command_line_says(
     found, _ = mapped({"optimizer": {"type": "AdamW"}}, tmp_path, optim__eps=0.5)
     absent = {field: rest for field, shown, *rest in found.rows if shown == "-"}
     assert absent["optimizer.params.lr"] == ["optim.lr", "0.001", "DeepSpeed's default"]
+    curve, _ = mapped({"scheduler": {"type": "WarmupDecayLR"}}, tmp_path)
+    notes = {field: rest for field, shown, *rest in curve.rows if shown == "-"}
+    assert notes["scheduler.params.warmup_max_lr"][2].startswith("optim.lr is the top")
+    assert notes["scheduler.params.warmup_type"][2].startswith("linear")
     assert absent["optimizer.params.eps"] == ["optim.eps", "0.5", "said elsewhere"]

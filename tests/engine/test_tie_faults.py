@@ -45,7 +45,7 @@ def tied_gradient(topology: Topology, zero: int) -> tuple[Tensor, Tensors]:
     """What this rank's optimizer is given of the tied parameter, and initial weights."""
     mine = engine_of(topology, "three", zero=zero, max_grad_norm=None)
     initial, update = mine.state_dict_whole(), mine.parts.optimizer.step
-    (tie,) = mine.parts.shards.ties.ties
+    (tie,) = mine.parts.shards.gradients.ties.ties
     seen: list[Tensor] = []
 
     def step() -> None:

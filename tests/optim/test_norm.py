@@ -40,7 +40,7 @@ def ranks(model: Model, grid: Grid, zero: int = 1) -> Iterator[tuple[NormSlots, 
                 Held(str(i), nn.Parameter(torch.zeros_like(cut(g, place, tp))), place, i, 0)
                 for i, g, place in here
             ]
-            flats.append(Flat(items, dp, CPU, dtype=items[0].parameter.dtype, whole=zero == 0))
+            flats.append(Flat(items, dp, CPU, dtype=items[0].parameter.dtype, stage=zero))
             for item, (_, gradient, place) in zip(items, here, strict=True):
                 assert item.parameter.grad is not None
                 item.parameter.grad.copy_(cut(gradient, place, tp))

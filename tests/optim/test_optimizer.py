@@ -37,7 +37,8 @@ def flats(ranks: int = 1, rank: int = 0, whole: bool = False) -> list[Flat]:
     ]
     axis = Axis("dp", ranks, rank, tuple(range(ranks)))
     return [
-        Flat(part, axis, CPU, dtype=torch.float32, whole=whole) for part in (held[:3], held[3:])
+        Flat(part, axis, CPU, dtype=torch.float32, stage=0 if whole else 1)
+        for part in (held[:3], held[3:])
     ]
 
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from parallel3d import Axis, ColumnParallelLinear
 from parallel3d.pipeline.stage import Stage
 from tests.live import Live
-from tests.pipeline.units import WIDTH, Apply, linear, stage_of
+from tests.pipeline.units import WIDTH, Apply, Told, linear, stage_of
 
 ROWS = 64
 HIDDEN = ROWS * WIDTH * 4  # bytes of one activation
@@ -105,7 +105,9 @@ def test_a_unit_is_let_go_before_the_one_before_it_begins(
     modules = [Apply(torch.exp), Apply(torch.exp), Apply(torch.exp)]
     with Live() as live:
         stage = stage_of(
-            modules, recompute=recompute, check=lambda unit: kept.append(live.bytes() // HIDDEN)
+            modules,
+            recompute=recompute,
+            weights=Told(lambda unit: kept.append(live.bytes() // HIDDEN)),
         )
         gradients = [torch.ones_like(stage.forward(0, hidden(), seed=0))]
         stage.backward(0, gradients)

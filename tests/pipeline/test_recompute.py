@@ -12,6 +12,7 @@ from tests.pipeline.unit_cases import CASES, REPEATABLE, in_place_through_a_view
 from tests.pipeline.units import (
     WIDTH,
     Apply,
+    Told,
     agree,
     as_one_graph,
     by_stage,
@@ -41,12 +42,14 @@ def test_recompute_changes_no_bit(mode: str, case: str, needs_grad: bool) -> Non
     assert agree(again, by_stage(made(CASES[case]), x))
 
 
-def test_a_unit_is_announced_again_before_its_forward_is_repeated(mode: str) -> None:
-    told: list[int] = []
-    stage = stage_of([linear(), linear()], recompute=mode, before=told.append)
+def test_a_unit_is_announced_once_for_its_repeated_forward_and_its_backward(mode: str) -> None:
+    told = Told()
+    stage = stage_of([linear(), linear()], recompute=mode, weights=told)
     output = stage.forward(0, hidden(), seed=0)
     stage.backward(0, gradients_for(output))
-    assert told == [0, 1, 1, 0]
+    before = [event for event in told.events if event.startswith("before")]
+    units = [("forward", "0"), ("forward", "1"), ("backward", "1 of 0"), ("backward", "0 of 0")]
+    assert before == [f"before {what} {unit}" for what, unit in units]
 
 
 @pytest.mark.report("openai/guided-diffusion#167")

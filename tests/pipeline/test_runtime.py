@@ -15,7 +15,7 @@ from parallel3d.pipeline.runtime import Interpreter, Step
 from parallel3d.pipeline.schedules import build, forwards_over, from_program
 from parallel3d.pipeline.stage import Stage, Unit
 from tests.pipeline.links import both_ends
-from tests.pipeline.units import WIDTH, Apply, linear, made, same
+from tests.pipeline.units import WIDTH, Apply, Told, linear, made, same
 
 ON_ONE_RANK = "0F0 1F0 0F1 1F1 1B0 0REDUCE0 0B0 1REDUCE1 1B1 0B1"
 
@@ -90,15 +90,19 @@ def test_stages_on_two_ranks_send_and_receive_and_equal_plain_torch() -> None:
     assert not any(step.handed or step.posted or step.outputs for step in steps)
 
 
-def test_reduce_makes_the_next_backward_of_its_stage_the_last() -> None:
-    told: list[int] = []
+def _reduced(told: Told) -> list[str]:
+    return [event for event in told.events if event.startswith("reduce")]
+
+
+def test_reduce_says_of_the_next_backward_of_its_stage_that_it_completes() -> None:
+    told = Told()
     xs, targets = batch()
-    interpreter = Interpreter(two_stages(modules(), after=told.append), 2, {}, "here")
+    interpreter = Interpreter(two_stages(modules(), weights=told), 2, {}, "here")
     step = Step(xs, [0, 1], [0, 0], True, criterion(targets))
     interpreter.run(parse("0F0 1F0 0F1 1F1 1B0 1REDUCE1 1B1 0B0")[0], step)
-    assert told == [2], "stage 0 is not at its last"
+    assert _reduced(told) == ["reduce 2 of 1"], "stage 0 is not at its last"
     interpreter.run(parse("0REDUCE1 0B1")[0], step)
-    assert told == [2, 1, 0]
+    assert _reduced(told) == [f"reduce {unit} of 1" for unit in (2, 1, 0)]
 
 
 def test_a_run_ends_when_all_that_it_sent_has_gone() -> None:

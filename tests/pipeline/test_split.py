@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from parallel3d import Axis, ColumnParallelLinear, RowParallelLinear
 from parallel3d.pipeline.stage import Stage, Unit
-from tests.pipeline.units import keeping
+from tests.pipeline.units import Told, keeping
 
 
 class Twice(nn.Module):
@@ -90,10 +90,10 @@ def test_a_gradient_is_added_once_a_microbatch() -> None:
 
 def test_units_are_announced_when_their_gradients_are_complete() -> None:
     halves, after = stage(True), []
-    halves.after = after.append
+    halves.weights = Told(after.append)
     halves.input_grad(0, forward(halves, 0))
     assert after == []
-    halves.weight_grad(0, last=True)
+    halves.weight_grad(0, reduce=True)
     assert after == [2, 1, 0]
 
 

@@ -11,6 +11,7 @@ from tests.pipeline.unit_cases import CASES, two_outputs
 from tests.pipeline.units import (
     WIDTH,
     Apply,
+    Told,
     agree,
     as_one_graph,
     by_stage,
@@ -93,24 +94,33 @@ def test_tensors_at_a_border_are_contiguous(function: Callable[[Tensor], Tensor]
         assert tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def test_a_unit_is_announced_before_its_forward_and_reported_after_its_last_backward() -> None:
+def test_a_unit_is_announced_before_its_forward_and_around_its_backward() -> None:
     told: list[str] = []
-
-    def teller(what: str) -> Callable[[int], None]:
-        return lambda unit: told.append(f"{what}{unit}")
-
-    modules = [Apply(lambda x, k=k: told.append(f"forward{k}") or x * 2) for k in range(2)]
-    hooks = {what: teller(what) for what in ("before", "after", "check")}
-    stage = stage_of(modules, **hooks)
+    modules = [Apply(lambda x, k=k: told.append(f"forward {k}") or x * 2) for k in range(2)]
+    stage = stage_of(modules, weights=Told(to=told))
     for k in range(2):
         stage.forward(k, hidden(), seed=0)
-    assert told == "before0 forward0 before1 forward1".split() * 2
-    told.clear()
-    stage.backward(0, [torch.ones(3, WIDTH)])
-    assert told == ["check1", "check0"]
-    told.clear()
-    stage.backward(1, [torch.ones(3, WIDTH)], last=True)
-    assert told == "check1 after1 check0 after0".split()
+    assert told == ["before forward 0", "forward 0", "before forward 1", "forward 1"] * 2
+    for k, done in enumerate(("done", "reduce")):
+        told.clear()
+        stage.backward(k, [torch.ones(3, WIDTH)], reduce=bool(k))
+        one, zero = (f"{unit} of {k}" for unit in (1, 0))
+        around = (f"before backward {one}", f"{done} {one}", f"before backward {zero}")
+        assert told == [*around, f"{done} {zero}"]
+
+
+def test_a_split_backward_is_announced_twice_and_done_once() -> None:
+    told = Told()
+    stage = stage_of([linear()], weights=told, split=True)
+    stage.forward(3, hidden(), seed=0)
+    stage.input_grad(3, [torch.ones(3, WIDTH)])
+    stage.weight_grad(3, reduce=True)
+    assert told.events == [
+        "before forward 0",
+        "before backward 0 of 3",
+        "before weights 0 of 3",
+        "reduce 0 of 3",
+    ]
 
 
 def test_evaluation_keeps_nothing_and_equals_the_units_without_dropout() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.pipeline.units import WIDTH, Apply, gradients_for, hidden, linear, stage_of
+from tests.pipeline.units import WIDTH, Apply, Told, gradients_for, hidden, linear, stage_of
 
 
 class Saved:
@@ -48,7 +48,7 @@ def test_recompute_keeps_inputs_only_and_one_unit_at_a_time() -> None:
         stage = stage_of(
             [linear(), nn.GELU(), linear()],
             recompute=True,
-            check=lambda unit: alive.append(len(saved.alive)),
+            weights=Told(lambda unit: alive.append(len(saved.alive))),
         )
         output = stage.forward(0, hidden(), seed=0)
         assert len(saved.alive) == 0

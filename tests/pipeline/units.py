@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parallel3d.pipeline.activations import Activations
-from parallel3d.pipeline.stage import Stage, Unit
+from parallel3d.pipeline.stage import AtHand, Stage, Unit
 
 WIDTH = 8
 Modules = Callable[[], list[nn.Module]]
@@ -47,6 +47,29 @@ class OnFirst(nn.Module):
 
     def forward(self, x: tuple[Any, ...]) -> tuple[Any, ...]:
         return self.module(x[0]), *x[1:]
+
+
+class Told(AtHand):
+    """Writes down what it is told, and calls ``after`` with each unit whose backward is done."""
+
+    def __init__(
+        self, after: Callable[[int], None] = lambda unit: None, to: list[str] | None = None
+    ) -> None:
+        self.after = after
+        self.events: list[str] = [] if to is None else to
+
+    def before_forward(self, unit: int) -> None:
+        self.events.append(f"before forward {unit}")
+
+    def before_backward(self, unit: int, microbatch: int) -> None:
+        self.events.append(f"before backward {unit} of {microbatch}")
+
+    def before_weight_grad(self, unit: int, microbatch: int) -> None:
+        self.events.append(f"before weights {unit} of {microbatch}")
+
+    def after_backward(self, unit: int, microbatch: int, reduce: bool) -> None:
+        self.events.append(f"{'reduce' if reduce else 'done'} {unit} of {microbatch}")
+        self.after(unit)
 
 
 def linear() -> nn.Linear:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -94,3 +95,22 @@ def test_a_sweep_under_torchrun_trains_each_job(folder: Path) -> None:
     ended = torchrun([script, *ARGUMENTS, *jobs], 2, cwd=folder, timeout=60)
     assert ended.code == 0, ended.output
     assert steps(folder, "a") == steps(folder, "b") == [1, 2]
+
+
+def test_a_file_of_deepspeed_is_told_once_and_its_batch_counts_the_ranks(folder: Path) -> None:
+    fields = {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": 2,
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {"total_num_steps": 2, "warmup_num_steps": 1},
+        },
+    }
+    (folder / "ds.json").write_text(json.dumps(fields))
+    arguments = [each for each in ARGUMENTS if not each.startswith("train.steps")]
+    script = str(ROOT / "recipes/pretrain.py")
+    ended = start([script, *arguments, "deepspeed=ds.json"], 2, cwd=folder, env={})
+    assert ended.code == 0, ended.output
+    assert ended.output.count("train_micro_batch_size_per_gpu   ") == 1
+    assert re.search(r"batch +12 = dp 2 x microbatches 2 x 3\n", ended.output)
+    assert steps(folder) == [1, 2]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -20,7 +18,6 @@ from parallel3d.engine import Engine
 from parallel3d.optim import norm
 from parallel3d.optim.norm import NormSlots
 from parallel3d.pipeline.criterion import SumLoss
-from parallel3d.pipeline.runtime import Interpreter
 from parallel3d.placement import Replicate, Shard
 from parallel3d.tensor import (
     ColumnParallelLinear,
@@ -33,7 +30,7 @@ from parallel3d.tensor import (
 from parallel3d.topology import Grid, Topology
 from parallel3d.verify import Case, Subject, parallel
 from parallel3d.verify.trace import Setting, Trace
-from parallel3d.zero import shards
+from parallel3d.zero import gradients, values
 from parallel3d.zero.shards import Shards
 from parallel3d.zero.ties import Ties
 
@@ -139,19 +136,13 @@ def of_a_neighbour(begin: Any, self: SumLoss, targets: list[Any], scale: Any) ->
     begin(self, [*others, b, a] if a.shape == b.shape else targets, scale)
 
 
-def after_each_microbatch(run: Any, self: Interpreter, actions: Any, step: Any) -> None:
-    step.reducing.update(self.stages)
-    with ExitStack() as patched:
-        for stage in self.stages.values():
-            patched.enter_context(patch.object(stage, "after", partial(at_once, stage.after)))
-        run(self, actions, step)
-
-
-def at_once(reduce: Any, unit: int) -> None:
+def after_each_microbatch(
+    after: Any, self: Shards, unit: int, microbatch: int, reduce: bool
+) -> None:
     """Reduce a unit and wait for it: what the next microbatch adds comes behind it."""
-    reduce(unit)
-    for pending in reduce.__self__._reducing.values():
-        pending.wait()
+    after(self, unit, microbatch, reduce=True)
+    while self.gradients._moving:
+        self.gradients._finish_oldest()
 
 
 def twice(step: Any, self: torch.optim.Optimizer) -> None:
@@ -199,12 +190,14 @@ MUTATIONS = {
     ),
     "gradients are reduced twice": Mutation(*around(Shards, "finish_reduce", doubled), ALL),
     "gradients are rounded to fp32": Mutation(*around(Shards, "finish_reduce", rounded), ALL),
-    "gradients are those of this dp rank": Mutation(shards, "start_reduce_scatter", own_part, ALL),
+    "gradients are those of this dp rank": Mutation(
+        gradients, "start_reduce_scatter", own_part, ALL
+    ),
     "replicated gradients are summed over tp too": Mutation(
         *around(parallel.Observed, "_update", summed_over_tp_too), ALL, "0.position.weight", grid=TP
     ),
     "gradients are reduced after each microbatch": Mutation(
-        *around(Interpreter, "run", after_each_microbatch), ALL, parameter=""
+        *around(Shards, "after_backward", after_each_microbatch), ALL, parameter=""
     ),
     "gradients are not zeroed": Mutation(
         Shards, "zero_gradients", lambda self: None, "norm sgd adamw"
@@ -231,7 +224,7 @@ MUTATIONS = {
     ),
     "clipping is a bit off": Mutation(*around(engine, "clip_coefficient", a_bit_off), ""),
     "updated parameters are not gathered": Mutation(
-        shards, "start_all_gather", own_part, "loss norm sgd adamw copies"
+        values, "start_all_gather", own_part, "loss norm sgd adamw copies"
     ),
     "the optimizer steps twice": Mutation(*around(torch.optim.AdamW, "step", twice), "adamw"),
     "activations cross a border in fp32": Mutation(*around(Channel, "send", in_fp32), ALL, grid=PP),

@@ -40,5 +40,19 @@ def test_parts_share_nothing_but_first_cases_of_families() -> None:
 def test_a_case_reads_as_arguments() -> None:
     (case,) = product(["2x1x2"])
     assert str(case) == "2x1x2 zero=1 schedule=1f1b recompute=none"
-    assert case.family == Case(case.grid).family == (1, 2)
+    assert case.family == Case(case.grid).family == (1, 2, False)
     assert str(case._replace(num_chunks=3)) == f"{case} num_chunks=3"
+    (case,) = product(["1x2x1"], zero=[2])
+    assert str(case) == "1x2x1 zero=2 reduce=each schedule=1f1b recompute=none"
+
+
+def test_a_choice_that_a_stage_of_zero_does_not_have_makes_no_case() -> None:
+    found = [(case.zero, case.reduce) for case in product(["1x2x1"], [0, 1, 2], reduce=["each"])]
+    assert found == [(0, "last"), (1, "last"), (2, "each")]
+
+
+def test_reducing_each_microbatch_is_a_family_of_its_own_where_something_is_reduced() -> None:
+    both = product(["1x1x1", "1x2x1", "2x2x1"], [1, 2, 3], reduce=["each", "last"])
+    families = {case.family for case in both}
+    assert families == {(1, 1, False), (2, 1, False), (2, 1, True)}
+    assert {case.zero for case in both if case.family[2]} == {2, 3}

@@ -35,7 +35,7 @@ def flat(
     whole: bool = False,
     of: Flat | None = None,
 ) -> Flat:
-    return Flat(items, axis or dp(), CPU, dtype=dtype, whole=whole, of=of)
+    return Flat(items, axis or dp(), CPU, dtype=dtype, stage=0 if whole else 1, of=of)
 
 
 @given(

@@ -154,37 +154,37 @@ def shards(frozen: Any = None) -> tuple[Shards, nn.Parameter]:
     parameter = nn.Parameter(torch.ones(3))
     axis = Axis.single("dp")
     held = [Held("w", parameter, Replicate(), 0, 0)]
-    flat = Flat(held, axis, torch.device("cpu"), dtype=torch.float32, whole=False)
-    return Shards({0: [flat]}, axis, 1, frozen), parameter
+    flat = Flat(held, axis, torch.device("cpu"), dtype=torch.float32, stage=1)
+    return Shards({0: [flat]}, frozen=frozen), parameter
 
 
 def test_gradients_are_set_to_zero_in_place() -> None:
     mine, parameter = shards()
     assert parameter.grad is not None
     kept, _ = parameter.grad, parameter.grad.fill_(2.0)
-    mine.reduce(0)
+    mine.after_backward(0, 0, reduce=True)
     mine.abandon()
     assert parameter.grad is kept and kept.count_nonzero() == 0
-    mine.check(0)
+    mine.after_backward(0, 0, reduce=False)
 
 
 @pytest.mark.report("deepspeedai/DeepSpeed#5439")
 def test_a_parameter_that_was_unfrozen_is_found() -> None:
     frozen = nn.Parameter(torch.ones(2), requires_grad=False)
     mine, _ = shards({0: [("0.bias", frozen)]})
-    mine.check(0)
+    mine.after_backward(0, 0, reduce=False)
     frozen.requires_grad_(True)
     with pytest.raises(RuntimeError, match="0.bias was unfrozen after the engine was built"):
-        mine.check(0)
+        mine.after_backward(0, 0, reduce=False)
 
 
 def test_a_buffer_that_others_share_may_be_loaded_but_not_changed_by_its_unit() -> None:
     buffer = torch.zeros(2)
-    mine = Shards({}, Axis.single("dp"), 1, fixed={3: [("3.count", buffer)]})
-    mine.check(3)
+    mine = Shards({}, fixed={3: [("3.count", buffer)]})
+    mine.after_backward(3, 0, reduce=False)
     buffer.add_(1)
-    mine.check(2)
+    mine.after_backward(2, 0, reduce=False)
     with pytest.raises(RuntimeError, match="3.count was changed by its unit"):
-        mine.check(3)
+        mine.after_backward(3, 0, reduce=False)
     mine.publish()
-    mine.check(3)
+    mine.after_backward(3, 0, reduce=False)

@@ -93,7 +93,7 @@ def test_uses_are_added_in_unit_order() -> None:
         held = [Held(f"{unit}.w", parameter, Replicate(), 0, 0)]
         cpu = torch.device("cpu")
         of = flats.get(0)
-        flats[unit] = Flat(held, Axis.single("dp"), cpu, dtype=torch.float64, whole=False, of=of)
+        flats[unit] = Flat(held, Axis.single("dp"), cpu, dtype=torch.float64, stage=1, of=of)
         flats[unit].grad.fill_(value)
     ties = Ties([Tie("0.w", Axis.single("pp"), dict.fromkeys(flats, 0), flats)])
     ties.add_up()

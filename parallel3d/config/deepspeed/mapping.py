@@ -58,7 +58,7 @@ def apply(plain: dict[str, Any], given: Set[str], world_size: int | None = None)
         found = _get(plain, key)
         if key not in given:
             _set(plain, key, claim.value)
-        elif not _same(found, claim.value):
+        elif found != claim.value:
             if not claim.implied:
                 raise _disagreement(said, f"{key} = {spell(found)} on the command line", claim)
             del held[key]
@@ -73,7 +73,7 @@ def _held(said: Said, claims: Sequence[Claim]) -> dict[str, Claim]:
     held: dict[str, Claim] = {}
     for claim in sorted(claims, key=lambda claim: claim.implied):
         before = held.setdefault(claim.key, claim) if claim.key else claim
-        if not claim.implied and not _same(before.value, claim.value):
+        if not claim.implied and before.value != claim.value:
             raise ValueError(
                 f"{_source(said, before)} and {_source(said, claim)} disagree, both are "
                 f"{claim.key}: take one of them away, or make them equal"
@@ -121,10 +121,6 @@ def _source(said: Said, claim: Claim) -> str:
 
 def _names(text: str, key: str) -> bool:
     return re.search(rf"(?<![\w.]){re.escape(key)}(?!\.?\w)", text) is not None
-
-
-def _same(one: Any, other: Any) -> bool:
-    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
 
 
 def _get(plain: Any, key: str) -> Any:

@@ -21,6 +21,7 @@ BATCH = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 TOTAL = "train_batch_size"
 LIVE = f"{ZERO}.stage3_max_live_parameters"
 OFFLOAD = (f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param")
+MOMENTS = "bf16.bf16_optimizer_states"
 INTERVAL = "pipeline.activation_checkpoint_interval"
 DECIDES: dict[str, str] = {
     **dict.fromkeys(ENABLED, "precision"),
@@ -29,6 +30,7 @@ DECIDES: dict[str, str] = {
     **{f"{group}.nvme_path": "offload.path" for group in OFFLOAD},
     INTERVAL: "recompute.every",
     "wandb.enabled": "log.wandb.mode",
+    MOMENTS: "optim.state_dtype",
 }
 """The fields of this file, and the key that decides where one is `"auto"`."""
 
@@ -125,7 +127,7 @@ def paths(said: Said) -> Iterator[Claim]:
 
 
 def others(said: Said) -> Iterator[Claim]:
-    """What turns recomputing on, and W&B."""
+    """What turns recomputing on, the moments, and W&B."""
     if (every := said.whole(INTERVAL)) is not None:
         yield Claim(INTERVAL, "recompute.mode", "full" if every else "none")
         if every:
@@ -133,6 +135,10 @@ def others(said: Said) -> Iterator[Claim]:
     for field in ("partition_activations", "cpu_checkpointing"):
         if said.get(f"{CHECKPOINTING}.{field}") is True:
             yield Claim(f"{CHECKPOINTING}.{field}", "recompute.mode", "full", implied=True)
+    said.require(MOMENTS, True, False)
+    if said.get(MOMENTS) is not None:
+        narrow = Claim(MOMENTS, "optim.state_dtype", "bf16", "masters stay fp32")
+        yield narrow if said.get(MOMENTS) else Claim(MOMENTS, None, why="optim.state_dtype says it")
     if said.get("wandb.enabled") is False:
         yield Claim("wandb.enabled", "log.wandb.mode", "disabled")
     elif said.get("wandb.enabled") is not None:

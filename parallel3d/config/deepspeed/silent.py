@@ -103,7 +103,6 @@ ONLY: dict[str, tuple[Any, str]] = {
     "fp16.consecutive_hysteresis": (False, "a good step refills nothing"),
     "fp16.fp16_master_weights_and_grads": (False, "masters are fp32"),
     "bf16.bf16_master_weights_and_grads": (False, "masters are fp32"),
-    "bf16.bf16_optimizer_states": (False, "moments are fp32"),
     f"{ZERO}.zero_hpz_partition_size": (1, "zero.shard_size keeps the shards in a node"),
     f"{ZERO}.zero_quantized_weights": (False, "what is sent has the parameters' precision"),
     f"{ZERO}.zero_quantized_nontrainable_weights": (False, "weights keep their precision"),

@@ -23,6 +23,11 @@ ALWAYS = {"torch_adam": (True, False), "bias_correction": (True,), "fp32_optimiz
 COMPRESSED = ("onebitadam", "zerooneadam", "onebitlamb")
 
 CURVES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+LACKS = {
+    "WarmupLR": ("total_num_steps", "cos_min_ratio", "warmup_min_ratio"),
+    "WarmupDecayLR": ("cos_min_ratio", "warmup_min_ratio"),
+    "WarmupCosineLR": ("warmup_min_lr", "warmup_max_lr"),
+}
 CURVE_KEYS = {
     "warmup_num_steps": "optim.warmup_steps",
     "warmup_max_lr": "optim.lr",
@@ -75,8 +80,8 @@ def scheduler(said: Said) -> Iterator[Claim]:
         yield from _implied(said, kind)
     for field in said.under(CURVE):
         param, value = field.removeprefix(CURVE), whole(said.get(field))
-        if kind not in (None, "WarmupCosineLR") and param in ("cos_min_ratio", "warmup_min_ratio"):
-            raise said.refuse(field, f"is of WarmupCosineLR, but {said.spell('scheduler.type')}")
+        if param in LACKS.get(kind, ()):
+            raise said.refuse(field, f"is no parameter of {kind}: take it away")
         if param in CURVE_KEYS:
             yield Claim(field, CURVE_KEYS[param], value)
         else:
@@ -93,6 +98,9 @@ def _implied(said: Said, kind: str) -> Iterator[Claim]:
     for param, value in defaults.items():
         if CURVE + param not in said.fields:
             yield Claim(CURVE + param, CURVE_KEYS[param], value, implied=True)
+    if kind == "WarmupDecayLR" and f"{CURVE}warmup_max_lr" not in said.fields:
+        why = "optim.lr is the top, not 0.001, DeepSpeed's default"
+        yield Claim(f"{CURVE}warmup_max_lr", None, why=why, implied=True)
     if f"{CURVE}warmup_type" not in said.fields:
         why = "linear; a logarithmic rise, DeepSpeed's default, is not there"
         yield Claim(f"{CURVE}warmup_type", None, why=why, implied=True)
