@@ -19,6 +19,7 @@ from tests.pipeline.unit_cases import CASES, REPEATABLE
 from tests.pipeline.units import (
     WIDTH,
     Apply,
+    Told,
     agree,
     by_stage,
     gradients_for,
@@ -170,7 +171,7 @@ def test_a_unit_comes_back_while_the_one_after_it_works() -> None:
     stage = stage_of(
         [Apply(torch.sin), Apply(torch.sin), Apply(torch.sin)],
         Activations(host=store),
-        check=lambda unit: done.append((unit, [e.tag for e in ledger.trace].count("back"))),
+        weights=Told(lambda unit: done.append((unit, [e.tag for e in ledger.trace].count("back")))),
     )
     done: list[tuple[int, int]] = []
     stage.backward(0, gradients_for(stage.forward(0, activation(), seed=0)))

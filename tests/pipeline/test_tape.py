@@ -219,13 +219,16 @@ def test_the_first_forward_needs_no_more_than_a_graph_that_is_kept() -> None:
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_every_nth_unit_is_repeated(mode: str) -> None:
-    told: list[int] = []
-    units = [linear() for _ in range(5)]
-    stage = stage_of(units, Activations(mode, every=2), before=told.append)
+    ran: list[int] = []
+
+    def unit(number: int) -> nn.Module:
+        return Apply(lambda x: (ran.append(number), x * 2)[1])
+
+    stage = stage_of([unit(number) for number in range(5)], Activations(mode, every=2))
     output = stage.forward(0, hidden(), seed=0)
-    assert told == [0, 1, 2, 3, 4]
+    assert ran == [0, 1, 2, 3, 4]
     stage.backward(0, gradients_for(output))
-    assert told[5:] == [4, 2, 0]
+    assert ran[5:] == [4, 2, 0]
 
 
 def sends_itself(x: Tensor) -> Tensor:
