@@ -97,6 +97,7 @@ def build_engine(config: Config, topology: Topology, model: nn.Module, data: Any
         recompute_every=config.recompute.every,
         recompute_partition=config.recompute.partition,
         offload=vars(config.offload),
+        state_dtype=optim.state_dtype,
         max_grad_norm=config.train.max_grad_norm or None,
         max_bad_steps=config.train.max_bad_steps or None,
         compile=config.compile,

@@ -13,7 +13,7 @@ from ..checkpoint.fragment import Fragment
 from ..checkpoint.load import load, read_meta
 from ..checkpoint.save import save
 from ..comm.collectives import all_gather_objects
-from ..optim.optimizer import State, is_elementwise_state
+from ..optim.bundle import State, is_elementwise_state
 from ..placement import Replicate, rectangles
 from ..zero.flat import Flat
 from .parts import Parts
@@ -138,7 +138,8 @@ def _cuts(
         ):
             first = low + offset - at
             piece = data[first : first + place.area]
-            found.append(Fragment(f"{kind}/{fact.owner}", fact.shape, [place], piece))
+            key = f"{kind}/{fact.owner}"
+            found.append(Fragment(key, fact.shape, [place], piece, parts.shards.let_go(flat)))
     return found
 
 
