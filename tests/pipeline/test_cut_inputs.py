@@ -73,6 +73,20 @@ def test_parts_change_no_bit_and_what_differs_over_tp_is_kept_whole() -> None:
         assert rank == {"full": True, "cut": True, "cut, away": True}
 
 
+def kept_bytes(tp: int) -> int:
+    """Of a microbatch: three parts, and what the parts of each rank should add up to."""
+    return 3 * (-(-ROWS * WIDTH // tp) * 4 + tp * 8)
+
+
+def settled(live: Live, expected: int) -> int:
+    """What is kept, once gloo's thread has let go of what was sent, a moment after it was."""
+    for _ in range(500):
+        if live.bytes() == expected:
+            break
+        time.sleep(0.01)
+    return live.bytes()
+
+
 def weigh(topology: Topology) -> dict[str, Any]:
     """Bytes kept of microbatches between forward and backward; bytes sent and in what order."""
     ledger = Ledger()
@@ -87,17 +101,15 @@ def weigh(topology: Topology) -> dict[str, Any]:
     stage = cut_stage(topology, [Apply(torch.exp) for _ in range(3)])
     stage.weights = Told(look)
     kept, sent = [], []
+    each = kept_bytes(topology.tp.size)
     with Live() as live:
         for k in range(3):
             stage.forward(k, activation(), seed=0)
-            kept.append(live.bytes())
+            kept.append(settled(live, each * (k + 1)))
         sent.append(ledger.bytes()["tp"])
         for k in range(3):
             stage.backward(k, [torch.ones(ROWS, WIDTH)])
-        for _ in range(500):  # gloo's thread lets go of a gather a moment after it is done
-            if (left := live.bytes()) == 0:
-                break
-            time.sleep(0.01)
+        left = settled(live, 0)
     sent.append(ledger.bytes()["tp"])
     return {"kept": kept, "sent": sent, "left": left, "order": order[:3]}
 
@@ -112,8 +124,7 @@ def test_a_rank_keeps_its_part_and_is_sent_the_others(tp: int) -> None:
     part = -(-ROWS * WIDTH // tp) * 4
     sums = 2 * tp * 8  # bytes of a part's sums and their negatives, asked for once a unit
     for rank in weighed(tp):
-        # Each microbatch three parts, and what they should add up to.
-        assert rank["kept"] == [3 * (part + tp * 8) * (k + 1) for k in range(3)]
+        assert rank["kept"] == [kept_bytes(tp) * (k + 1) for k in range(3)]
         asked, all_ = rank["sent"]
         assert asked == 3 * (2 * sums * (tp - 1) // tp)
         assert all_ - asked == 3 * 3 * (tp - 1) * part
