@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,6 +14,7 @@ from parallel3d.pipeline import offload
 from parallel3d.tensor import Dropout
 from parallel3d.topology import Grid, Topology
 from tests.engine.cases import WIDTH, Tensors, batch, share
+from tests.live import Live
 from tests.world import run_on
 
 WIDE, ROWS = 12, 3
@@ -223,3 +225,24 @@ def test_frozen_layers_are_there_when_a_forward_is_repeated(layout: str) -> None
     for name, found in ranks[0].items():
         assert found.results == first.results and found.results[0][1] > 0, name
         assert all(torch.equal(found.weights[key], first.weights[key]) for key in trained), name
+
+
+def keep_on(topology: Topology) -> tuple[list[int], set[int]]:
+    """Bytes that some of 200 steps leave behind, and how many buffers of the host any does."""
+    offload.LEAST = 1
+    of = masked(topology, num_microbatches=2, **WAYS["selective, every 2, offload"])
+    store = of.parts.stages[0].activations.host
+    assert store is not None
+    left, buffers = [], set()
+    for step in range(200):
+        with Live() if step in (1, 100, 199) else nullcontext() as live:
+            of.train_step(*batch(step, 2, torch.float64))
+            if live is not None:
+                left.append(live.bytes())
+        buffers.add(len(store.buffers))
+    return left, buffers
+
+
+def test_nothing_grows_over_200_steps_with_activations_on_the_host() -> None:
+    ((left, buffers),) = run_on(1, keep_on)
+    assert len(set(left)) == 1 and buffers == {0}
