@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -339,3 +341,57 @@ def test_parameters_stay_with_stages_that_keep_them_whole() -> None:
     message = r"offload.parameters = cpu, but zero = 2 .* use zero=3, or offload.parameters=none"
     with Topology.init() as topology, pytest.raises(ValueError, match=message):
         made(topology, zero=2, offload={"parameters": "cpu"})
+
+
+class Waits(torch.optim.SGD):
+    """Its update of the last unit ends when the first unit's next forward has begun."""
+
+    begun = threading.Event()
+    last = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        (group,) = self.param_groups
+        if group["params"][0].numel() == self.last and not self.begun.wait(20):
+            raise RuntimeError("the first unit's forward waited for the last unit's update")
+        super().step(closure)
+
+
+def test_a_forward_waits_for_its_own_units_update_only(tmp_path: Path) -> None:
+    class First(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            Waits.begun.set()
+            return super().forward(x)
+
+    class Last(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            Waits.begun.clear()
+            return super().forward(x)
+
+    def model() -> nn.Sequential:
+        units = First(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Last(WIDTH, WIDTH, bias=False)
+        return nn.Sequential(*units).double()
+
+    with Topology.init() as topology:
+        for zero, place in zip((1, 3), places(tmp_path), strict=True):
+            Waits.last = 0
+            make = partial(Waits, lr=0.1)
+            mine = engine(topology, model(), optimizer=make, zero=zero, offload=place)
+            Waits.last = WIDTH * WIDTH
+            train(mine, 3)
+            Waits.begun.set()
+            mine.parts.shards.settle()
+
+
+def on_a_full_disk(topology: Topology, folder: Path) -> str:
+    if topology.rank == 1:
+        usage = shutil.disk_usage(folder)._replace(free=1000)
+        shutil.disk_usage = lambda path: usage  # type: ignore[assignment, return-value]
+    with pytest.raises(OSError if topology.rank == 1 else RuntimeError) as caught:
+        made(topology, offload=places(folder)[1])
+    return str(caught.value)
+
+
+def test_a_full_disk_is_told_on_every_rank(tmp_path: Path) -> None:
+    for text in run_on(Grid(dp=2), on_a_full_disk, folder=tmp_path):
+        assert "No space left on device" in text and "the disk has 1,000 left" in text
+        assert "set offload.path to a larger disk, or offload.optimizer=cpu" in text
