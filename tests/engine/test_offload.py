@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from parallel3d import Engine, Grid, Topology
 from parallel3d.memory import memory
 from tests.engine import state_cases
-from tests.engine.cases import WIDTH, batch, engine, same, share, train
+from tests.engine.cases import WIDTH, batch, blocks, engine, same, share, train
 from tests.world import run_on
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95), fused=True)
@@ -210,7 +210,8 @@ def test_moments_in_bf16_resume_exactly(tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_does_not_fit_leaves_state_as_it_was(tmp_path: Path) -> None:
     with Topology.init() as topology:
-        other = engine(topology, state_cases.model(topology), loss_fn=state_loss)
+        other = made(topology, blocks(topology, 2))
+        train(other, 1)
         other.save(tmp_path / "other")
         for place in places(tmp_path):
             mine, twin = made(topology, offload=place), made(topology)
@@ -356,30 +357,33 @@ class Waits(torch.optim.SGD):
         super().step(closure)
 
 
+class First(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        Waits.begun.set()
+        return super().forward(x)
+
+
+class Last(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        Waits.begun.clear()
+        return super().forward(x)
+
+
+def waits(topology: Topology, folder: Path) -> None:
+    for zero, place in zip((1, 3), places(folder), strict=True):
+        units = First(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Last(WIDTH, 4 * WIDTH, bias=False)
+        model, make = nn.Sequential(*units).double(), partial(Waits, lr=0.1)
+        loss_fn = state_loss
+        Waits.last = 0
+        mine = engine(topology, model, optimizer=make, loss_fn=loss_fn, zero=zero, offload=place)
+        Waits.last = 2 * WIDTH * WIDTH
+        train(mine, 3)
+        Waits.begun.set()
+        mine.parts.shards.settle()
+
+
 def test_a_forward_waits_for_its_own_units_update_only(tmp_path: Path) -> None:
-    class First(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            Waits.begun.set()
-            return super().forward(x)
-
-    class Last(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            Waits.begun.clear()
-            return super().forward(x)
-
-    def model() -> nn.Sequential:
-        units = First(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Last(WIDTH, WIDTH, bias=False)
-        return nn.Sequential(*units).double()
-
-    with Topology.init() as topology:
-        for zero, place in zip((1, 3), places(tmp_path), strict=True):
-            Waits.last = 0
-            make = partial(Waits, lr=0.1)
-            mine = engine(topology, model(), optimizer=make, zero=zero, offload=place)
-            Waits.last = WIDTH * WIDTH
-            train(mine, 3)
-            Waits.begun.set()
-            mine.parts.shards.settle()
+    run_on(Grid(dp=2), waits, folder=tmp_path)
 
 
 def on_a_full_disk(topology: Topology, folder: Path) -> str:
