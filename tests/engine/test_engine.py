@@ -291,7 +291,6 @@ WRONG = {
     "gather_budget = -1 is a number of bytes, 0 or more": {"gather_budget": -1},
     "shard_size = 2 does not divide dp = 1: use one of 1": {"shard_size": 2},
     "LBFGS cannot update flat pieces": {"optimizer": torch.optim.LBFGS},
-    "Adafactor is not elementwise": {"optimizer": torch.optim.Adafactor},
 }
 
 
