@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,42 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parallel3d import Engine, Grid, Topology
-from parallel3d.memory import memory
+from parallel3d import Grid, Topology
 from tests.engine import state_cases
-from tests.engine.cases import WIDTH, batch, blocks, engine, same, share, train
+from tests.engine.cases import WIDTH, batch, blocks, engine, same, train
+from tests.engine.offload_cases import made, places, run_of
 from tests.world import run_on
-
-ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95), fused=True)
-PLACES: tuple[dict[str, str], ...] = ({"optimizer": "cpu"}, {"optimizer": "disk"})
-
-
-def groups(name: str, parameter: Tensor) -> dict[str, Any]:
-    return {"weight_decay": 0.1 if parameter.ndim > 1 else 0.0}
-
-
-def places(folder: Path) -> list[dict[str, str]]:
-    return [{"optimizer": "cpu"}, {"optimizer": "disk", "path": str(folder)}]
-
-
-def made(topology: Topology, model: nn.Sequential | None = None, **options: Any) -> Engine:
-    """Two groups, a schedule of the rate, and clipping."""
-    defaults = {
-        "optimizer": ADAMW,
-        "param_groups": groups,
-        "lr_schedule": lambda step: 1 / (1 + step),
-        "max_grad_norm": 0.5,
-    }
-    return engine(topology, model, **{**defaults, **options})
-
-
-def run_of(of: Engine) -> Any:
-    """Three steps, one that is skipped and two more: what was told, and what came of it."""
-    told = [train(of, 3)]
-    x, target = share(of.topology, *batch(3, dtype=torch.float64))
-    told.append([repr(of.train_step(x * torch.nan, target))])
-    told.append(train(of, [4, 5]))
-    return told, of.state_dict_whole()
 
 
 def as_on_the_device(topology: Topology, folder: Path, cases: list[dict[str, Any]]) -> None:
@@ -77,6 +44,7 @@ CASES += [
     {"zero": 3, "precision": "bf16", "gather_budget": 1},
     {"zero": 2, "precision": "fp32", "zero_reduce": "last"},
     {"zero": 3, "precision": "fp16", "shard_size": 1},
+    {"zero": 3, "precision": "bf16", "tied": [("0.up.weight", "3.up.weight")]},
 ]
 
 
@@ -222,10 +190,6 @@ def test_a_checkpoint_that_does_not_fit_leaves_state_as_it_was(tmp_path: Path) -
             assert same(mine.state_dict_whole(), twin.state_dict_whole())
 
 
-def state_loss(output: Tensor, target: Tensor) -> Tensor:
-    return output.sum()
-
-
 def test_a_checkpoint_of_before_the_first_step_starts_from_nothing(tmp_path: Path) -> None:
     with Topology.init() as topology:
         made(topology).save(tmp_path / "zero")
@@ -261,141 +225,8 @@ def test_an_evaluation_and_a_step_that_failed_come_while_the_update_goes_on(
             assert same(mine.state_dict_whole(), twin.state_dict_whole())
 
 
-def test_an_error_in_an_update_is_raised_where_the_unit_is_needed() -> None:
-    broken: list[bool] = []
-
-    class Breaks(torch.optim.AdamW):
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            if broken:
-                raise RuntimeError("broken")
-            super().step(closure)
-
-    with Topology.init() as topology:
-        mine = engine(topology, optimizer=Breaks, offload={"optimizer": "cpu"})
-        broken.append(True)
-        train(mine, 1)
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match="broken"):
-                train(mine, [1])
-
-
 def test_offload_on_a_rank_that_trains_nothing() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH)).requires_grad_(False)
     with Topology.init() as topology:
         mine = engine(topology, model.double(), offload={"optimizer": "cpu"})
         assert train(mine, 2)[0][1] == 0.0
-
-
-def parameters_away(topology: Topology, folder: Path) -> None:
-    """On the host beside each place of the optimizer: the same bits; each gather is a copy."""
-    for case in ({"precision": "fp32"}, {"precision": "bf16", "gather_budget": 1}):
-        options = {"zero": 3, **case}
-        told, weights = run_of(made(topology, **options))
-        for place in ({}, *places(folder)):
-            mine = made(topology, offload={**place, "parameters": "cpu"}, **options)
-            other, found = run_of(mine)
-            assert other == told and same(found, weights), (case, place)
-            shards = mine.parts.shards
-            ledger = mine.parts.ledger
-            ledger.reset()
-            ledger.tracing = True
-            train(mine, [6])
-            shards.wait()
-            held = sum(flat.shard.nbytes for flat in shards.held())
-            gathered = sum(e.bytes for e in ledger.trace if e.kind == "all_gather")
-            update = sum(flat.owned_grad.nbytes for flat in shards.trained()) if place else held
-            assert ledger.bytes()["host"] == update + gathered, (case, place)
-            assert gathered >= held and all(flat.bring is not None for flat in shards.held())
-
-
-def test_parameters_on_the_host_change_no_bit_and_are_copied_once_a_gather(tmp_path: Path) -> None:
-    run_on(Grid(dp=2), parameters_away, folder=tmp_path)
-
-
-def frozen_away(topology: Topology, folder: Path) -> None:
-    """Frozen parameters too, and checkpoints of both kinds."""
-
-    def of(place: Any) -> Engine:
-        torch.manual_seed(1)
-        model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)]).double()
-        model[1].requires_grad_(False)
-        return made(topology, model, zero=3, offload=place)
-
-    here, away = of(None), of({"parameters": "cpu"})
-    assert train(away, 2) == train(here, 2)
-    for mine, name in ((here, "here"), (away, "away")):
-        mine.save(folder / name)
-    for name in ("here", "away"):
-        other = of({"parameters": "cpu", "optimizer": "cpu"})
-        other.load(folder / name)
-        assert same(other.state_dict_whole(), here.state_dict_whole())
-    assert train(other, [2, 3]) == train(here, [2, 3])
-    assert memory(away.parts).parameters == 0 < memory(here.parts).parameters
-    assert memory(other.parts).optimizer == 0 < memory(away.parts).optimizer
-
-
-def test_frozen_parameters_and_checkpoints_with_parameters_on_the_host(tmp_path: Path) -> None:
-    run_on(Grid(dp=2), frozen_away, folder=tmp_path)
-
-
-def test_parameters_stay_with_stages_that_keep_them_whole() -> None:
-    message = r"offload.parameters = cpu, but zero = 2 .* use zero=3, or offload.parameters=none"
-    with Topology.init() as topology, pytest.raises(ValueError, match=message):
-        made(topology, zero=2, offload={"parameters": "cpu"})
-
-
-class Waits(torch.optim.SGD):
-    """Its update of the last unit ends when the first unit's next forward has begun."""
-
-    begun = threading.Event()
-    last = 0
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        (group,) = self.param_groups
-        if group["params"][0].numel() == self.last and not self.begun.wait(20):
-            raise RuntimeError("the first unit's forward waited for the last unit's update")
-        super().step(closure)
-
-
-class First(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        Waits.begun.set()
-        return super().forward(x)
-
-
-class Last(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        Waits.begun.clear()
-        return super().forward(x)
-
-
-def waits(topology: Topology, folder: Path) -> None:
-    for zero, place in zip((1, 3), places(folder), strict=True):
-        units = First(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Last(WIDTH, 4 * WIDTH, bias=False)
-        model, make = nn.Sequential(*units).double(), partial(Waits, lr=0.1)
-        loss_fn = state_loss
-        Waits.last = 0
-        mine = engine(topology, model, optimizer=make, loss_fn=loss_fn, zero=zero, offload=place)
-        Waits.last = 2 * WIDTH * WIDTH
-        train(mine, 3)
-        Waits.begun.set()
-        mine.parts.shards.settle()
-
-
-def test_a_forward_waits_for_its_own_units_update_only(tmp_path: Path) -> None:
-    run_on(Grid(dp=2), waits, folder=tmp_path)
-
-
-def on_a_full_disk(topology: Topology, folder: Path) -> str:
-    if topology.rank == 1:
-        usage = shutil.disk_usage(folder)._replace(free=1000)
-        shutil.disk_usage = lambda path: usage  # type: ignore[assignment, return-value]
-    with pytest.raises(OSError if topology.rank == 1 else RuntimeError) as caught:
-        made(topology, offload=places(folder)[1])
-    return str(caught.value)
-
-
-def test_a_full_disk_is_told_on_every_rank(tmp_path: Path) -> None:
-    for text in run_on(Grid(dp=2), on_a_full_disk, folder=tmp_path):
-        assert "No space left on device" in text and "the disk has 1,000 left" in text
-        assert "set offload.path to a larger disk, or offload.optimizer=cpu" in text

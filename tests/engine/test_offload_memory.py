@@ -11,7 +11,7 @@ from torch import Tensor, nn, ones
 
 from parallel3d import Engine, Grid, Topology
 from tests.engine.cases import blocks, same, train
-from tests.engine.test_offload import ADAMW, made, places
+from tests.engine.offload_cases import ADAMW, made, places
 from tests.live import resident_bytes
 from tests.world import run_on
 
