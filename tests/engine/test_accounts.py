@@ -98,7 +98,7 @@ HYBRID: list[dict[str, Any]] = [
 
 def test_bytes_of_shards_with_replicas_are_as_on_paper() -> None:
     for found in run_on(4, count_each, cases=HYBRID):
-        for case, (ledger, paper, elements, _) in zip(HYBRID, found, strict=True):
+        for case, (ledger, paper, *_) in zip(HYBRID, found, strict=True):
             dp = ledger["dp"] - 2 * 8 * 3 // 4
             assert dp == paper.sent.values + paper.sent.gradients, case
         once = found[0].ledger["dp"] - 12
