@@ -22,6 +22,9 @@ class Size(NamedTuple):
     batch: int = BATCH
 
 
+USUAL = Size()
+
+
 def rotate(x: Tensor) -> Tensor:
     """Rotary positions of ``[b, h, s, d]``, in halves."""
     half = x.shape[-1] // 2
@@ -35,7 +38,7 @@ def rotate(x: Tensor) -> Tensor:
 class Block(nn.Module):
     """Attention and SwiGLU, each behind an RMSNorm."""
 
-    def __init__(self, size: Size = Size()) -> None:
+    def __init__(self, size: Size = USUAL) -> None:
         super().__init__()
         width, ffn = size.width, size.ffn_width
         self.norm1, self.norm2 = nn.RMSNorm(width, eps=1e-5), nn.RMSNorm(width, eps=1e-5)
@@ -58,7 +61,7 @@ class Block(nn.Module):
 class Reference:
     """One process, all cores: forward and backward by microbatch, then a fused AdamW step."""
 
-    def __init__(self, size: Size = Size()) -> None:
+    def __init__(self, size: Size = USUAL) -> None:
         torch.manual_seed(0)
         self.size = size
         self.model = nn.Sequential(
@@ -87,7 +90,7 @@ class Reference:
         return total / target.numel()
 
 
-def batch(number: int, size: Size = Size()) -> tuple[Tensor, Tensor]:
+def batch(number: int, size: Size = USUAL) -> tuple[Tensor, Tensor]:
     """``[32, 256]`` ids and the next ones: sequences that count up by a constant."""
     generator = torch.Generator().manual_seed(number)
     first = torch.randint(VOCAB, (size.batch, 1), generator=generator)
