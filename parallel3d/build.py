@@ -14,6 +14,7 @@ from .config import Config, call, locate, optimizer_class, optimizer_keys, takes
 from .engine import Engine
 from .log.cost import device, flops_per_token, matmul_parameters
 from .log.meters import Meter
+from .optim.muon import Muon
 from .optim.schedule import lr_curve
 from .topology import Axis, Topology
 
@@ -68,8 +69,17 @@ def build_engine(config: Config, topology: Topology, model: nn.Module, data: Any
         keys["fused"] = True
     decays = "weight_decay" in keys
 
+    units = list(model._modules)
+
     def groups(name: str, parameter: nn.Parameter) -> dict[str, Any]:
-        return {"weight_decay": optim.weight_decay if parameter.ndim >= 2 else 0.0}
+        options: dict[str, Any] = {
+            "weight_decay": optim.weight_decay if parameter.ndim >= 2 else 0.0
+        }
+        if target is Muon:
+            # Embedding and head are matrices too, but their rows are apart: AdamW is for them.
+            inner = name.split(".")[0] not in (units[0], units[-1])
+            options["muon"] = inner and parameter.ndim == 2
+        return options
 
     return Engine(
         model,
@@ -97,6 +107,7 @@ def build_engine(config: Config, topology: Topology, model: nn.Module, data: Any
         recompute_every=config.recompute.every,
         recompute_partition=config.recompute.partition,
         offload=vars(config.offload),
+        state_dtype=optim.state_dtype,
         max_grad_norm=config.train.max_grad_norm or None,
         max_bad_steps=config.train.max_bad_steps or None,
         compile=config.compile,

@@ -86,7 +86,12 @@ class Engine:
             there, which are gathered for the backward.
         offload: what leaves the device, ``{"optimizer": "none", "parameters": "none",
             "activations": "none", "path": None}`` or part of it; None for nothing. ``cpu`` is the
-            host's memory; of activations, what autograd saves in 1 MiB or more.
+            host's memory; of activations, what autograd saves in 1 MiB or more. The ``optimizer``
+            (masters and moments) is updated where it is, one unit after another while the device
+            goes on; ``disk`` are files in the folder ``path``, of which three units at most are
+            in memory.
+        state_dtype: ``bf16``: the optimizer's moments are kept in it and widened one unit at a
+            time, for its update. None for the masters' own.
         tied: groups of parameter names, each of which is one parameter, as if the model had been
             built with one Parameter object: ``[("0.weight", "5.weight")]``. The first in model
             order gives its name, values and optimizer group.
@@ -134,6 +139,7 @@ class Engine:
         recompute_every: int = 1,
         recompute_partition: bool = False,
         offload: Offload | Mapping[str, Any] | None = None,
+        state_dtype: str | None = None,
         tied: Sequence[Sequence[str]] | None = None,
         max_grad_norm: float | None = None,
         max_bad_steps: int | None = None,
@@ -376,8 +382,5 @@ def _check(reduce_dtype: str | None, precision: str, max_grad_norm: float | None
 
 
 def _refuse_offload(asked: Offload) -> None:
-    for name in ("optimizer", "parameters"):
-        if getattr(asked, name) != "none":
-            raise ValueError(
-                f"offload.{name} = {getattr(asked, name)} is not built yet: leave it none"
-            )
+    if asked.parameters != "none":
+        raise ValueError(f"offload.parameters = {asked.parameters} is not built yet: leave it none")

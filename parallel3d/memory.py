@@ -19,7 +19,10 @@ class Memory(NamedTuple):
 
 
 def memory(parts: Parts) -> Memory:
-    """Count the storages; the optimizer's state appears with its first step."""
+    """Count the storages; the optimizer's state appears with its first step.
+
+    What lives in the host's memory instead of the device's, or on disk, is not counted.
+    """
     shards = parts.shards
     held = [flat.shard if shards.keeps_owned else flat.data for flat in shards.held()]
     frozen = {
@@ -29,23 +32,24 @@ def memory(parts: Parts) -> Memory:
         if not parameter.requires_grad and not shards.keeps_owned
     }
     gradients = [flat.owned_grad if flat.stage >= 2 else flat.grad for flat in shards.all()]
-    masters = [f.master for f in shards.trained() if f.master.dtype != f.data.dtype]
-    states = [
-        value
-        for state in parts.optimizer.states()
-        for value in state.values()
-        if isinstance(value, Tensor)
-    ]
-    return Memory(_bytes([*held, *frozen]), _bytes(gradients), _bytes([*masters, *states]))
+    return Memory(_bytes([*held, *frozen]), _bytes(gradients), _bytes(_optimizer(parts)))
 
 
 def predicted(parts: Parts) -> Memory:
     """What ``memory`` will count once the optimizer has made its state."""
     now = memory(parts)
-    made = any(parts.optimizer.states())
+    made = parts.shards.host is not None or any(parts.optimizer.states())
     return (
         now if made else now._replace(optimizer=now.optimizer + parts.optimizer.predicted_bytes())
     )
+
+
+def _optimizer(parts: Parts) -> list[Tensor]:
+    if parts.shards.host is not None:
+        return []
+    states = [value for state in parts.optimizer.states() for value in state.values()]
+    masters = [f.master for f in parts.shards.trained() if f.master.dtype != f.data.dtype]
+    return [*masters, *(value for value in states if isinstance(value, Tensor))]
 
 
 def _bytes(tensors: Iterable[Tensor | None]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -46,3 +47,15 @@ def _storages(tree: Any) -> dict[StorageWeakRef, int]:
         for leaf in tree_leaves(tree)
         if isinstance(leaf, Tensor) and not leaf.is_meta
     }
+
+
+def resident_bytes(start: str) -> int:
+    """Of this process's memory, what is mapped from files whose path begins so and is resident."""
+    total, mine = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        key, *values = line.split()
+        if not key.endswith(":"):
+            mine = len(values) > 4 and values[4].startswith(start)
+        elif mine and key == "Rss:":
+            total += 1024 * int(values[0])
+    return total

@@ -40,7 +40,18 @@ class Offload:
                 raise ValueError(
                     f"offload.{key} = {value!r} is not one of {', '.join(PLACES[key])}"
                 )
-        return cls(**asked)
+        made = cls(**asked)
+        if made.optimizer == "disk" and made.path is None:
+            raise ValueError(
+                "offload.optimizer = disk, but offload.path is null: set it to a folder on a "
+                "local disk, or offload.optimizer=cpu"
+            )
+        if made.optimizer != "disk" and made.path is not None:
+            raise ValueError(
+                f"offload.path = {made.path}, but nothing goes to disk: set "
+                f"offload.optimizer=disk, or offload.path=null"
+            )
+        return made
 
 
 PLACES = {
@@ -75,6 +86,7 @@ class Options:
     recompute_every: int = 1
     recompute_partition: bool = False
     offload: Offload = Offload()
+    state_dtype: str | None = None
     tied: Sequence[Sequence[str]] | None = None
     init: Callable[[str, Tensor], object] | None = None
     compile: bool = False

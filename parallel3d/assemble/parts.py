@@ -14,7 +14,7 @@ from ..comm.lines import open_lines
 from ..comm.p2p import Edge, open_channels
 from ..optim.norm import NormSlots
 from ..optim.optimizer import ShardedOptimizer
-from ..optim.probe import check_elementwise
+from ..optim.whole import WholeOptimizer
 from ..pipeline.actions import Action
 from ..pipeline.border import Border
 from ..pipeline.costs import Costs
@@ -40,6 +40,7 @@ from .options import Options
 from .plan import make_plan
 from .programs import Programs
 from .ties import check_placements, fixed_of, share_values, shared_by, tie_by_name, ties_of
+from .update import check_optimizer, make_optimizer
 from .uses import uses_of
 
 GATHER_BUDGET = 2**28  # bytes
@@ -59,7 +60,7 @@ class Parts:
     programs: Programs
     shards: Shards
     slots: NormSlots
-    optimizer: ShardedOptimizer
+    optimizer: ShardedOptimizer | WholeOptimizer
     criterion: SumLoss
     num_items: Callable[[Any], Tensor | int]
     ledger: Ledger
@@ -99,7 +100,7 @@ def assemble(model: nn.Module, topology: Topology, options: Options) -> Parts:
     check_activations(options, topology.tp.size)
     programs, cuts, costs, unit = make_plan(units, facts, topology, options)
     groups, group_of = groups_of(units, facts, options.param_groups)
-    check_elementwise(options.optimizer, groups, topology.device)
+    rule = check_optimizer(options, groups, group_of, facts, topology.device)
     ledger = Ledger()
     host = host_axis(topology.rank)
     ledger.attach(topology.pp, topology.dp, topology.tp, host)
@@ -133,7 +134,7 @@ def assemble(model: nn.Module, topology: Topology, options: Options) -> Parts:
         programs,
         shards,
         NormSlots(placed, shards.trained(), topology.tp, sharding.axis, sharding.replicas),
-        ShardedOptimizer(options.optimizer, shards.trained(), groups, options.lr_schedule),
+        make_optimizer(rule, shards, groups, topology, options, host),
         SumLoss(loss_fn),
         num_items,
         ledger,

@@ -13,7 +13,8 @@ from ..checkpoint.fragment import Fragment
 from ..checkpoint.load import load, read_meta
 from ..checkpoint.save import save
 from ..comm.collectives import all_gather_objects
-from ..optim.optimizer import State, is_elementwise_state
+from ..optim.bundle import State, Updated, is_elementwise_state
+from ..optim.whole import is_whole_state
 from ..placement import Replicate, rectangles
 from ..zero.flat import Flat
 from .parts import Parts
@@ -109,10 +110,24 @@ def _optimizer_state(
         if value is None:
             continue
         start, stop = part.start, part.stop
+        if is_whole_state(value, part):
+            found += _table(parts, part, name, value, saving)
+            continue
         if saving:
             start, stop = max(start, part.flat.owned[0]), min(stop, part.flat.owned[1])
         found += _cuts(parts, part.flat, start, stop, name, value, part.start, saving)
     return found
+
+
+def _table(parts: Parts, part: Updated, name: str, value: Tensor, saving: bool) -> list[Fragment]:
+    """State of a whole parameter: all that update some of it have it, and the first saves it."""
+    (slot,) = part.flat.parts(part.start, part.stop)
+    begin = next(each.start for each in part.flat.slots if each.held is slot.held)
+    owner = parts.facts[slot.held.name].owner
+    is_first = part.flat.owned[0] <= begin < part.flat.owned[1] and owner == slot.held.name
+    if saving and (not is_first or parts.topology.tp.rank or parts.shards.replicas.rank):
+        return []
+    return [Fragment.whole(f"{name}/{owner}", value)]
 
 
 def _cuts(
@@ -138,7 +153,8 @@ def _cuts(
         ):
             first = low + offset - at
             piece = data[first : first + place.area]
-            found.append(Fragment(f"{kind}/{fact.owner}", fact.shape, [place], piece))
+            key = f"{kind}/{fact.owner}"
+            found.append(Fragment(key, fact.shape, [place], piece, parts.shards.let_go(flat)))
     return found
 
 
@@ -178,7 +194,7 @@ def _state_names(
     scalars: dict[str, dict[str, float]] = {}
     for part, state in zip(parts.optimizer.parts(), states, strict=False):
         for key, value in state.items():
-            if is_elementwise_state(value, part):
+            if is_elementwise_state(value, part) or is_whole_state(value, part):
                 names.add(key)
             elif value is not None:
                 for held, _, _ in part.flat.parts(part.start, part.stop):

@@ -45,7 +45,10 @@ def _pack(fragments: list[Fragment]) -> tuple[list[Piece], Tensor]:
     """What the fragments are, and all their bytes."""
     pieces = [(f.key, f.shape, f.rectangles[0], f.data.dtype) for f in fragments]
     data = [f.data.cpu().contiguous().view(torch.uint8) for f in fragments]
-    return pieces, torch.cat(data) if data else torch.empty(0, dtype=torch.uint8)
+    joined = torch.cat(data) if data else torch.empty(0, dtype=torch.uint8)
+    for fragment in fragments:
+        fragment.let_go()
+    return pieces, joined
 
 
 def _unpack(

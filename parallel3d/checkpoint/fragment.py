@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +35,7 @@ class Fragment:
         shape        of the whole tensor; ``()`` is a scalar
         rectangles   of its 2-D view ``(shape[0], prod(shape[1:]))``, in the order of ``data``
         data         [sum of the rectangles' areas], on any device; each rectangle row-major
+        let_go       called each time that ``data`` has been read or filled
 
     Several fragments may share a key. A rank that holds nothing of a tensor gives no fragment, or
     one without rectangles. Raises ValueError where the parts do not fit together.
@@ -43,6 +45,7 @@ class Fragment:
     shape: tuple[int, ...]
     rectangles: list[Rectangle]
     data: Tensor
+    let_go: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:

@@ -148,6 +148,7 @@ def _fill(folder: Path, manifest: Manifest, fragments: Sequence[Fragment], files
             if piece.file not in maps:
                 maps[piece.file] = files.map(folder / piece.file)
         _fill_fragment(fragment, entry, maps, files)
+        fragment.let_go()
 
 
 def _fill_fragment(

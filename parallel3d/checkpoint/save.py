@@ -89,6 +89,7 @@ def _write_part(
             _merge(tensors, fragment.key, TensorEntry(fragment.shape, fragment.dtype, pieces))
             for block in sums.split(_bytes_of(fragment.data)):
                 files.write(file, block)
+            fragment.let_go()
         files.fsync(file)
     return Part(name, DataFile(sums.size, sums.blocks), tensors)
 

@@ -9,7 +9,7 @@ forward that is repeated, what an axis's memo knows is not sent again (see ``mem
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -128,6 +128,39 @@ def all_gather(x: Tensor, axis: Axis, dim: int, *, tag: str = "") -> Tensor:
     out = x.new_empty((axis.size, *x.shape))
     start_all_gather(x.contiguous().view(-1), out.view(-1), axis, tag=tag).wait()
     return torch.cat(out.unbind(0), dim)
+
+
+def all_to_all(
+    x: Tensor, sent: Sequence[int], received: Sequence[int], axis: Axis, *, tag: str = ""
+) -> Tensor:
+    """Parts of flat ``x`` to each rank of the axis, and theirs for this one, in rank order.
+
+    Args:
+        x: [sum(sent)], one part after another.
+        sent: elements for each rank.
+        received: elements from each rank; together the length of the result.
+    """
+    if axis.size == 1:
+        return x
+    others = x.numel() - sent[axis.rank]
+    record(axis, "all_to_all", tag, "issue", others * x.element_size())
+    out = x.new_empty(sum(received))
+    work = dist.all_to_all_single(
+        out, x, list(received), list(sent), group=axis.group, async_op=True
+    )
+    return _pending(work, axis, "all_to_all", tag, out).wait()
+
+
+def sum_in_order(x: Tensor, axis: Axis, *, tag: str = "") -> Tensor:
+    """Every rank's flat ``x`` [n] added up in rank order, so that ``n`` changes no bit."""
+    if axis.size == 1:
+        return x
+    padded = x.new_zeros(-(-x.numel() // axis.size) * axis.size)
+    padded[: x.numel()] = x
+    own = padded.new_empty(padded.numel() // axis.size)
+    start_reduce_scatter(padded, own, axis, tag=tag).wait()
+    start_all_gather(own, padded, axis, tag=tag).wait()
+    return padded[: x.numel()]
 
 
 def start_broadcast(x: Tensor, axis: Axis, source: int = 0, *, tag: str = "") -> Pending:

@@ -14,22 +14,24 @@ from .targets import check_keys, locate, takes
 from .values import spell
 
 SHARED = ("betas", "eps", "weight_decay")
+OURS = {"lamb": "parallel3d.optim.lamb.Lamb", "muon": "parallel3d.optim.muon.Muon"}
 
 
 def optimizer_class(optim: Optim) -> Callable[..., torch.optim.Optimizer]:
-    """The class: `optim._target_`, or the one of torch.optim with this name in any case.
+    """The class: `optim._target_`, or `lamb`, `muon` or a class of torch.optim in any case.
 
     Raises:
         ValueError: no such class; names the nearest.
     """
     if optim._target_ is not None:
         return locate(optim._target_, "optim._target_")
-    classes = {
+    classes: dict[str, Callable[..., torch.optim.Optimizer]] = {
         name.lower(): found
         for name, found in vars(torch.optim).items()
         if isinstance(found, type) and issubclass(found, torch.optim.Optimizer)
     }
     del classes["optimizer"]
+    classes |= {name: locate(target, "optim.name") for name, target in OURS.items()}
     name = (optim.name or "").lower()
     if name not in classes:
         close = get_close_matches(name, classes, n=1)
@@ -44,10 +46,13 @@ def optimizer_class(optim: Optim) -> Callable[..., torch.optim.Optimizer]:
 def optimizer_keys(optim: Optim) -> dict[str, Any]:
     """What the class is called with beside the parameters.
 
-    `lr`, those of `betas`, `eps` and `weight_decay` that it takes, and the extra keys.
+    `lr`, those of `betas`, `eps` and `weight_decay` that it takes, and the extra keys. Adafactor's
+    `eps` is a pair of other numbers, which stays as it is.
     """
     target = optimizer_class(optim)
     shared = {name: getattr(optim, name) for name in SHARED if takes(target, name)}
+    if target is torch.optim.Adafactor:
+        del shared["eps"]
     return {"lr": optim.lr, **shared, **optim.extra}
 
 

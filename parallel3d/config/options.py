@@ -11,6 +11,7 @@ ReduceDtype = Literal["fp32", "bf16", "fp16"]
 Partition = Literal["uniform", "parameters", "flops", "measure"]
 RecomputeMode = Literal["none", "full", "selective"]
 OffloadTo = Literal["none", "cpu", "disk"]
+StateDtype = Literal["bf16"]
 OffloadToHost = Literal["none", "cpu"]
 LrSchedule = Literal["constant", "linear", "cosine", "wsd"]
 WandbMode = Literal["online", "offline", "disabled"]
@@ -19,9 +20,7 @@ ScheduleName = Literal[
 ]
 
 BUILT: dict[str, tuple[Any, ...]] = {
-    "offload.optimizer": ("none",),
     "offload.parameters": ("none",),
-    "offload.path": (None,),
 }
 """The values that work, by key; the last one is the nearest to a value that does not."""
 

@@ -66,6 +66,7 @@ def check(config: Config) -> None:
         _schedule,
         _loss_scale,
         _optim,
+        _offload,
         _targets,
         _sequence,
         _microbatches,
@@ -229,6 +230,20 @@ def _optim(config: Config) -> None:
             f"as a share of optim.lr"
         )
     check_optimizer(optim)
+
+
+def _offload(config: Config) -> None:
+    to, path = config.offload.optimizer, config.offload.path
+    if to == "disk" and path is None:
+        raise ValueError(
+            "offload.optimizer = disk, but offload.path is null: set it to a folder on a local "
+            "disk, or offload.optimizer=cpu"
+        )
+    if to != "disk" and path is not None:
+        raise ValueError(
+            f"offload.path = {path}, but nothing goes to disk: set offload.optimizer=disk, or "
+            f"offload.path=null"
+        )
 
 
 def _targets(config: Config) -> None:

@@ -93,7 +93,7 @@ class Optim:
     """`name` is a class of torch.optim in any case; `_target_` names any other class instead.
 
     Both take `lr`, and of `betas`, `eps` and `weight_decay` what they know; `extra` are further
-    keys of the class.
+    keys of the class. `state_dtype` is that of its state between updates, None for fp32 or wider.
     """
 
     name: str | None
@@ -104,6 +104,7 @@ class Optim:
     lr_schedule: options.LrSchedule
     warmup_steps: int
     min_lr_ratio: float
+    state_dtype: options.StateDtype | None = None
     _target_: str | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 

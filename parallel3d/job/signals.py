@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -11,20 +12,24 @@ import torch
 from ..comm.collectives import all_reduce
 from ..topology import Axis
 
+AGAIN = 2.0
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class Stop:
     """Takes SIGINT, SIGTERM and SIGUSR1, as a context manager, and only remembers them.
 
-    Nothing is interrupted: the loop asks `agreed` at each step border. So a second signal, also one
-    that comes during a save, changes nothing; SIGKILL is the way to end at once.
+    Nothing is interrupted: the loop asks `agreed` at each step border. A second signal changes
+    nothing either, as launchers pass on what a terminal has sent already; but a SIGINT that comes
+    ``AGAIN`` seconds or more after the first is somebody who cannot wait: KeyboardInterrupt. (A
+    save that it meets leaves no half a checkpoint.)
     """
 
     def __init__(self) -> None:
         self._received = dict.fromkeys(HANDLED, False)
         self._agreed = dict.fromkeys(HANDLED, False)
         self._before: dict[signal.Signals, Any] = {}
+        self._first: dict[int, float] = {}
 
     def __enter__(self) -> Stop:
         self._before = {number: signal.signal(number, self._receive) for number in HANDLED}
@@ -61,4 +66,7 @@ class Stop:
         return self.requested
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if number == signal.SIGINT and now - self._first.setdefault(number, now) >= AGAIN:
+            raise KeyboardInterrupt
         self._received[signal.Signals(number)] = True

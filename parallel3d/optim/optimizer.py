@@ -3,24 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
 
 from ..zero.flat import ALIGNMENT, Flat, Slot
+from ..zero.store import Room
+from ..zero.updates import HostUpdates, master_name
+from .bundle import (
+    Bundle,
+    Keeping,
+    Make,
+    Options,
+    Span,
+    State,
+    Updated,
+    rooms_of,
+    state_name,
+)
 
-Options = dict[str, Any]
-State = dict[str, Any]
 
+class Apart(NamedTuple):
+    """Units that are updated one after another, each by a torch optimizer of its own.
 
-class Updated(NamedTuple):
-    """A part ``[start, stop)`` of a flat buffer that one optimizer parameter stands for."""
+    Args:
+        flats: of each unit, those that are updated.
+        dtype: in which the optimizer's state is kept between updates, None for the masters'.
+        host: where masters and state live, and are updated; None for the device.
+    """
 
-    flat: Flat
-    start: int
-    stop: int
-    parameter: nn.Parameter
+    flats: Mapping[int, Sequence[Flat]]
+    dtype: torch.dtype | None = None
+    host: HostUpdates | None = None
 
 
 class ShardedOptimizer:
@@ -31,29 +46,41 @@ class ShardedOptimizer:
         flats: whose ``updated`` parts are to be updated.
         groups: options of every group of the whole model; a rank may hold nothing of some.
         lr_schedule: factor of each group's learning rate, of the number of updates made.
+        apart: one unit at a time; None for everything in one call.
+
+    Raises OSError where the state that it is to keep has no room on a disk.
     """
 
     def __init__(
         self,
-        make: Callable[[list[Options]], torch.optim.Optimizer],
+        make: Make,
         flats: Sequence[Flat],
         groups: Sequence[Options],
         lr_schedule: Callable[[int], float] | None = None,
+        apart: Apart | None = None,
     ) -> None:
         self.updates = 0
         self.lr_schedule = lr_schedule
-        self._make = make
-        self.updated: dict[int, list[Updated]] = {}
-        for flat in flats:
-            for group, start, stop in _group_ranges(flat):
-                self.updated.setdefault(group, []).append(_updated(flat, start, stop))
-        self.groups = [groups[at] for at in sorted(self.updated)]
-        self.inner = self._over([part.parameter for part in self.parts()])
+        self._make, self._all_groups, self._apart = make, groups, apart
+        host = None if apart is None else apart.host
+        self._keeping = apart and Keeping(apart.dtype, None if host is None else host.store)
+        of_unit = {0: flats} if apart is None else apart.flats
+        spans = {unit: [s for flat in of_unit[unit] for s in _spans(flat)] for unit in of_unit}
+        if host is not None:
+            self._move_in(host, spans)
+        self.bundles = {
+            unit: Bundle(make, groups, spans[unit], unit, self._keeping)
+            for unit in spans
+            if spans[unit]
+        }
         # A rank that holds nothing of the first group still reports its learning rate.
-        first = {**(groups[0] if groups else {}), "params": [nn.Parameter(torch.zeros(1))]}
+        first = {**(groups[0] if groups else {}), "params": [torch.nn.Parameter(torch.zeros(1))]}
         self._first_lr = float(make([first]).param_groups[0].get("lr", 0.0))
-        self._initial_lrs = [group.get("lr") for group in self._inner_groups()]
-        self._options = [_numbers(group) for group in self._inner_groups()]
+
+    @property
+    def inner(self) -> torch.optim.Optimizer | None:
+        """The torch optimizer of the first bundle, which is all where units are not apart."""
+        return next((bundle.inner for bundle in self.bundles.values()), None)
 
     @property
     def lr(self) -> float:
@@ -61,93 +88,78 @@ class ShardedOptimizer:
         return self._first_lr * self._factor()
 
     def step(self) -> None:
-        """One update at the learning rate of the schedule."""
+        """One update at the learning rate of the schedule; on the host it goes on meanwhile."""
         factor = self._factor()
-        for group, lr in zip(self._inner_groups(), self._initial_lrs, strict=True):
-            if lr is not None:
-                group["lr"] = lr * factor
-        if self.inner is not None:
-            self.inner.step()
+        if self._apart is not None and self._apart.host is not None:
+            bundles = self.bundles.items()
+            self._apart.host.run({u: partial(b.step, b.lrs(factor)) for u, b in bundles})
+        else:
+            for bundle in self.bundles.values():
+                bundle.step(bundle.lrs(factor))
         self.updates += 1
 
     def parts(self) -> list[Updated]:
-        """Everything this rank updates, in group order."""
-        return [part for group in sorted(self.updated) for part in self.updated[group]]
+        """Everything this rank updates, bundle by bundle, in group order."""
+        return [part for bundle in self.bundles.values() for part in bundle.parts]
 
     def states(self) -> list[State]:
-        """The optimizer's state of each of ``parts()``; filled by the first step."""
-        held: Mapping[Any, State] = {} if self.inner is None else self.inner.state
-        return [held.get(part.parameter, {}) for part in self.parts()]
+        """The optimizer's state of each of ``parts()``, as it is kept; filled by the first step."""
+        return [b.state(part) for b in self.bundles.values() for part in b.parts]
 
     def blank_states(self) -> list[State]:
-        """States such as a first step makes, to be written over; nothing of ours is touched."""
-        scratch = [nn.Parameter(torch.zeros_like(part.parameter)) for part in self.parts()]
-        inner = self._over(scratch)
-        if inner is None:
-            return []
-        for parameter in scratch:
-            parameter.grad = torch.zeros_like(parameter)
-        inner.step()
-        return [inner.state[parameter] for parameter in scratch]
+        """States such as a first step makes, to be written over.
+
+        Nothing of ours is touched by making them; where it lives in a store, by writing to them.
+        """
+        return [state for b in self.bundles.values() for state in b.blank_states()]
 
     def predicted_bytes(self) -> int:
-        """Of the state that a first step will make, from that of 64 elements of each part."""
-        scratch = [nn.Parameter(part.parameter.new_zeros(ALIGNMENT)) for part in self.parts()]
-        inner = self._over(scratch)
-        if inner is None:
-            return 0
-        for parameter in scratch:
-            parameter.grad = torch.zeros_like(parameter)
-        inner.step()
-        total = 0
-        for part, parameter in zip(self.parts(), scratch, strict=True):
-            tensors = [t for t in inner.state[parameter].values() if isinstance(t, Tensor)]
-            per_element = sum(t.element_size() for t in tensors if t.shape == parameter.shape)
-            total += per_element * part.parameter.numel()
-        return total
+        """Of the state that a first step will make."""
+        rooms = [
+            room
+            for b in self.bundles.values()
+            for each in self._rooms(b.spans)
+            for room in each.values()
+        ]
+        return sum(room.nbytes for room in rooms)
 
     def counters(self) -> dict[str, State]:
         """Numbers that the optimizer keeps in its groups, such as a count of steps, by group."""
-        groups = zip(sorted(self.updated), self._inner_groups(), self._options, strict=False)
-        return {
-            str(at): {key: n for key, n in _numbers(group).items() if options.get(key) != n}
-            for at, group, options in groups
-        }
+        found: dict[str, State] = {}
+        for bundle in self.bundles.values():
+            found |= bundle.counters()
+        return found
 
     def restart(self, states: Sequence[State], updates: int, counters: Mapping[str, State]) -> None:
         """Go on from these states and counters, or from none, after so many updates."""
-        self.inner = self._over([part.parameter for part in self.parts()])
-        for at, group in zip(sorted(self.updated), self._inner_groups(), strict=False):
-            group.update(counters.get(str(at), {}))
-        if self.inner is not None:
-            for part, state in zip(self.parts(), states, strict=False):
-                self.inner.state[part.parameter] = state
+        parts = self.parts()[: len(states)]
+        mine = {part.parameter: state for part, state in zip(parts, states, strict=True)}
+        for bundle in self.bundles.values():
+            bundle.restart(mine, counters)
         self.updates = updates
 
-    def _over(self, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer | None:
-        """The torch optimizer over one parameter for each of ``parts()``; None over nothing."""
-        left, held = list(parameters), []
-        for options, at in zip(self.groups, sorted(self.updated), strict=True):
-            count = len(self.updated[at])
-            held.append({**options, "params": left[:count]})
-            left = left[count:]
-        return self._make(held) if held else None
+    def _move_in(self, host: HostUpdates, spans: Mapping[int, Sequence[Span]]) -> None:
+        for unit, flats in host.flats.items():
+            rooms = {
+                master_name(at): Room(len(flat.master), flat.master.dtype)
+                for at, flat in enumerate(flats)
+            }
+            in_order = sorted(spans[unit], key=lambda span: span.group)
+            for at, each in enumerate(self._rooms(in_order)):
+                rooms |= {state_name(at, name): room for name, room in each.items()}
+            host.store.reserve(unit, rooms)
+        host.move_in()
 
-    def _inner_groups(self) -> list[Options]:
-        return [] if self.inner is None else self.inner.param_groups
+    def _rooms(self, spans: Sequence[Span]) -> list[dict[str, Room]]:
+        keeping = self._keeping or Keeping()
+        return rooms_of(self._make, self._all_groups, spans, keeping)
 
     def _factor(self) -> float:
         return 1.0 if self.lr_schedule is None else float(self.lr_schedule(self.updates))
 
 
-def _numbers(group: Options) -> State:
-    numbers = {key: n for key, n in group.items() if isinstance(n, int | float)}
-    numbers.pop("lr", None)
-    return numbers
-
-
-def _group_ranges(flat: Flat) -> list[tuple[int, int, int]]:
-    """``(group, start, stop)`` in the flat buffer of each group's part in what is updated here.
+def _spans(flat: Flat) -> list[Span]:
+    """Each optimizer group's part in what is updated of the flat buffer here.
 
     Groups are contiguous; each runs up to the next one's start, so borders stay multiples of 64.
     """
@@ -158,7 +170,7 @@ def _group_ranges(flat: Flat) -> list[tuple[int, int, int]]:
             starts.append((slot.held.group, slot.start))
     ends = [start for _, start in starts[1:]] + [_end(flat.slots)]
     return [
-        (group, max(start, low), min(end, high))
+        Span(group, flat, max(start, low), min(end, high))
         for (group, start), end in zip(starts, ends, strict=True)
         if max(start, low) < min(end, high)
     ]
@@ -166,15 +178,3 @@ def _group_ranges(flat: Flat) -> list[tuple[int, int, int]]:
 
 def _end(slots: list[Slot]) -> int:
     return -(-slots[-1].stop // ALIGNMENT) * ALIGNMENT if slots else 0
-
-
-def _updated(flat: Flat, start: int, stop: int) -> Updated:
-    low = flat.updated[0]
-    parameter = nn.Parameter(flat.master[start - low : stop - low])
-    parameter.grad = flat.updated_grad[start - low : stop - low]
-    return Updated(flat, start, stop, parameter)
-
-
-def is_elementwise_state(value: Any, part: Updated) -> bool:
-    """Whether an optimizer state entry has one element for each of the part's."""
-    return isinstance(value, Tensor) and value.shape == part.parameter.shape

@@ -62,8 +62,9 @@ class _Cut:
         self.values: list[Any] = []
 
     def here(self) -> list[Tensor]:
-        """The parts, and what is not cut."""
-        return [] if self.inner is None else self.inner.here()
+        """The parts with their sums, and what is not cut."""
+        sums = [piece.sums for piece in self.pieces if piece is not None]
+        return sums + ([] if self.inner is None else self.inner.here())
 
     def fetch(self) -> None:
         """Begin to gather. Collective."""

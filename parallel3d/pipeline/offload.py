@@ -142,8 +142,9 @@ class Bundle:
         """What to keep in the place of a tensor."""
         address = tensor.untyped_storage().data_ptr()
         if address in self.staying or not self._goes(tensor):
+            # Without its graph, which may keep what is returned: that would be a ring.
             self.left.append(tensor.detach())
-            return tensor
+            return self.left[-1]
         if address not in self.parcels:
             self.parcels[address] = Parcel(self.host, tensor)
         parcel, stride = self.parcels[address], tensor.stride()
@@ -205,7 +206,10 @@ class Stored:
         return [value for value in self.values if isinstance(value, Tensor)]
 
     def _pack(self, value: Any) -> Any:
-        return self.bundle.pack(value) if isinstance(value, Tensor) else value
+        if not isinstance(value, Tensor):
+            return value
+        packed = self.bundle.pack(value)
+        return packed if isinstance(packed, View) else value
 
 
 class Offloaded(Segment):

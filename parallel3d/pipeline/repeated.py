@@ -55,8 +55,6 @@ class Here:
 class Repeated(Segment):
     """Keeps the input, and what its ``tape`` notes, where ``put`` puts them."""
 
-    repeats = True
-
     def __init__(
         self, unit: Unit, x: Any, seed: int, tape: Tape | None = None, put: Put = Here
     ) -> None:

@@ -45,9 +45,6 @@ class Segment:
     ``forward``, ``fetch`` a while before the backward, ``prepare`` right before it, ``backward``.
     """
 
-    repeats = False
-    """Whether ``prepare`` uses the unit."""
-
     def __init__(self, unit: Unit, x: Any, seed: int) -> None:
         self.unit, self.seed = unit, seed
         self.leaves, self.spec = tree_flatten(x)

@@ -176,7 +176,7 @@ def _keeps(func: Any, args: Any, kwargs: Any) -> bool:
         places = [each.name for each in func._schema.arguments]
         given = {**dict(zip(places, args, strict=False)), **kwargs}
         return not given.get("dropout_p")
-    return name in PRODUCTS and not func._schema.is_mutable
+    return name in PRODUCTS
 
 
 def _apart(leaf: Any) -> Any:

@@ -13,7 +13,7 @@ what is written to it, or to values that will be thrown away, is found by its ve
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -79,6 +79,9 @@ class Flat:
     ``grad`` [n] is kept at stages 0 and 1, and ``owned_grad`` a slice of it; from stage 2 on it is
     lent for a backward and taken back. At stage 3 ``data`` has memory from ``gather`` to
     ``release`` only, and parameters have values from ``show`` to ``hide``.
+
+    Masters may live away from the device: then ``away`` copies them to the values, and while an
+    update is being made there ``coming`` waits until it has done so.
     """
 
     def __init__(
@@ -111,6 +114,8 @@ class Flat:
         else:
             self.data, self.shard, self.master = of.data, of.shard, of.master
             of.users.append(self)
+        self.away: Callable[[], None] | None = None
+        self.coming: Callable[[], None] | None = None
         self.grad: Tensor | None = None
         self._blank: Tensor | None = None
         self._versions: list[int] = []
@@ -161,6 +166,43 @@ class Flat:
             return self.owned_grad
         assert self.grad is not None
         return self.grad
+
+    @property
+    def updated_values(self) -> Tensor:
+        """The values of what the optimizer updates, where a gather takes them."""
+        return self.shard if self.stage == 3 else self.data[slice(*self.updated)]
+
+    def move_master(self, to: Tensor, away: Callable[[], None]) -> None:
+        """Keep the masters in other memory from now on, from which ``away`` copies them."""
+        to.copy_(self.master)
+        self.away = away
+        for flat in self.users:
+            flat.master = to
+
+    def publish(self) -> bool:
+        """Bring the masters to the values; False where a coming update will do so itself."""
+        if self.coming is not None:
+            return False
+        values = self.updated_values
+        if self.away is not None:
+            self.away()
+        elif values.data_ptr() != self.master.data_ptr():
+            values.copy_(self.master)
+        return True
+
+    def arrive(self) -> bool:
+        """Wait for an update that is under way elsewhere, with gradients zero; whether one was."""
+        if self.coming is None:
+            return False
+        self.coming()
+        self.coming = None
+        self.zero_gradient()
+        return True
+
+    def zero_gradient(self) -> None:
+        """Set what is kept of the gradient to zero, unless an update reads it: then later."""
+        if self.coming is None:
+            (self.owned_grad if self.grad is None else self.grad).zero_()
 
     def parts(self, low: int, high: int) -> list[Slot]:
         """Each parameter's part in ``[low, high)`` of the buffer, without those that have none."""

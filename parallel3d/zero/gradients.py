@@ -117,7 +117,7 @@ class Gradients:
         """Set every gradient that is kept to zero, in place."""
         for flats in self.flats.values():
             for flat in flats:
-                (flat.owned_grad if flat.grad is None else flat.grad).zero_()
+                flat.zero_gradient()
 
     def _forget(self) -> None:
         for each in (self._lent, self._place, self._latest, self._sums):

@@ -15,8 +15,9 @@ a reduction in each of ``m`` microbatches 2 sends ``(m + 1) n (d - 1) / d``. Sta
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from ..topology import Axis
 from .flat import Flat
 from .gradients import Gradients
 from .ties import Tie
+from .updates import HostUpdates
 from .values import Owned, Values, Whole
 
 
@@ -65,6 +67,7 @@ class Shards:
         self.replicas = replicas or Axis.single("dp")
         self.gradients = Gradients(flats, self.replicas, each, ties, wire)
         self.values = self._values(budget)
+        self.host: HostUpdates | None = None
         self._note_versions()
 
     def _values(self, budget: int) -> Values:
@@ -183,6 +186,12 @@ class Shards:
                 flat.master.copy_(flat.data[slice(*flat.updated)])
                 flat.accept()
         self.publish()
+
+    def let_go(self, flat: Flat) -> Callable[[], None]:
+        """What to call when its masters and their state have been looked at."""
+        if self.host is None or flat.away is None:
+            return lambda: None
+        return partial(self.host.let_go, flat)
 
     def _note_versions(self) -> None:
         found = [pair for unit in self.fixed for pair in self.fixed[unit]]

@@ -47,7 +47,10 @@ class Whole:
         """Nothing: gathers are under way since the update."""
 
     def before(self, unit: int) -> None:
-        """Wait for the unit's gathers."""
+        """Wait for the unit's update, if it is made elsewhere, and for its gathers."""
+        for flat in self.flats.get(unit, ()):
+            if flat.arrive():
+                self._gather(flat, unit)
         for pending in self._gathering.pop(unit, ()):
             pending.wait()
 
@@ -58,19 +61,21 @@ class Whole:
         """Cast the masters, and from stage 1 on start gathering, unit by unit."""
         for unit in sorted(self.flats):
             for flat in self.flats[unit]:
-                part = flat.data[slice(*flat.updated)]
-                if part.data_ptr() != flat.master.data_ptr():
-                    part.copy_(flat.master)
-                if flat.stage > 0:
-                    pending = start_all_gather(part, flat.data, flat.axis, tag=f"unit {unit}")
-                    self._gathering.setdefault(unit, []).append(pending)
+                if flat.publish():
+                    self._gather(flat, unit)
 
     def wait(self) -> None:
         """For every gather."""
-        for unit in list(self._gathering):
+        for unit in sorted(self.flats):
             self.before(unit)
 
     settle = wait
+
+    def _gather(self, flat: Flat, unit: int) -> None:
+        if flat.stage > 0:
+            part = flat.updated_values
+            pending = start_all_gather(part, flat.data, flat.axis, tag=f"unit {unit}")
+            self._gathering.setdefault(unit, []).append(pending)
 
 
 class Owned:
@@ -106,8 +111,9 @@ class Owned:
 
     def before(self, unit: int) -> None:
         """Release what is not needed soon, start to gather what is, and wait for the unit's own."""
-        self._want(next(self._uses))
-        for flat in self.needs.get(unit, ()):
+        needs = self.needs.get(unit, ())
+        self._want(next(self._uses), needs)
+        for flat in needs:
             self._gathered[flat].wait()
             flat.show()
 
@@ -120,26 +126,29 @@ class Owned:
         """Cast the masters into the shards, drop what was gathered, start for the next program."""
         self._want(())
         for flat in self.units:
-            if flat.shard.data_ptr() != flat.master.data_ptr():
-                flat.shard.copy_(flat.master)
+            flat.publish()
         self._want(self._wanted[0] if self._wanted else ())
 
     def wait(self) -> None:
-        """For every gather."""
+        """For every gather, and every update that is made elsewhere."""
         for pending in self._gathered.values():
             pending.wait()
+        for flat in self.units:
+            flat.arrive()
 
     def settle(self) -> None:
         """Gather everything, within the budget or not."""
-        self._want(tuple(self.units))
+        self._want(tuple(self.units), tuple(self.units))
         self.wait()
         for flat in self._gathered:
             flat.show()
 
-    def _want(self, wanted: Sequence[Flat]) -> None:
+    def _want(self, wanted: Sequence[Flat], now: Sequence[Flat] = ()) -> None:
+        """Gather these and no others; those that an update is still made of only if needed now."""
         for flat in [flat for flat in self._gathered if flat not in wanted]:
             self._gathered.pop(flat).wait()
             flat.release()
         for flat in wanted:
-            if flat not in self._gathered:
+            if flat not in self._gathered and (flat.coming is None or flat in now):
+                flat.arrive()
                 self._gathered[flat] = flat.gather(f"unit {self.units[flat]}")

@@ -67,6 +67,25 @@ def test_equal_units_cost_the_same(precision: str, recompute: str) -> None:
     assert units[3] != units[2], "the last bears the loss"
 
 
+def test_units_that_are_repeated_are_told_from_those_that_are_not() -> None:
+    topology = Topology.init(device="cpu")
+    model = nn.Sequential(*[Block(topology) for _ in range(4)])
+    asked = options(recompute="full", recompute_every=2)
+    units = count_flops(units_of(model), topology, asked).units
+    assert units[2].input_grad == units[1].input_grad + units[1].forward
+    assert units[2].saved < units[1].saved
+
+
+def test_what_is_cut_over_tp_is_measured_in_parts() -> None:
+    whole, cut = (
+        run_on(Grid(tp=2), costs_of_blocks, recompute="full", recompute_partition=partition)
+        for partition in (False, True)
+    )
+    # The sums of two parts are kept with each.
+    (_, *whole_inner, _), (_, *cut_inner, _) = whole[0][0], cut[0][0]
+    assert [c.saved for c in cut_inner] == [w.saved // 2 + 16 for w in whole_inner]
+
+
 def test_units_that_differ_in_an_attribute_alone_are_told_apart() -> None:
     model = nn.Sequential(Tagged(1), Tagged(3), Tagged(3), nn.Identity())
     units = count_flops(units_of(model), Topology.init(device="cpu"), options()).units

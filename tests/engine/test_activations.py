@@ -99,20 +99,23 @@ class Last(nn.Module):
         return self.head((x * keep[..., None]).sum(1)).tanh_()
 
 
-def masked(topology: Topology, **options: Any) -> Engine:
+def model_of(topology: Topology) -> nn.Sequential:
     with torch.device("meta"):
-        model = nn.Sequential(First(), *[Masked(topology) for _ in range(5)], Last())
+        return nn.Sequential(First(), *[Masked(topology) for _ in range(5)], Last())
+
+
+def masked(topology: Topology, model: nn.Sequential | None = None, **options: Any) -> Engine:
     defaults = {
         "loss_fn": nn.MSELoss(reduction="sum"),
         "optimizer": lambda groups: torch.optim.AdamW(groups, lr=1e-2),
         "num_microbatches": 3,
         "precision": "fp64",
     }
-    return Engine(model, topology, **{**defaults, **options})
+    return Engine(model or model_of(topology), topology, **{**defaults, **options})
 
 
 class Run(NamedTuple):
-    """Losses and norms; whole weights; bytes by axis in the last step; host buffers seen."""
+    """Losses and norms; whole weights; bytes by axis in the last step."""
 
     results: list[tuple[float, float]]
     weights: Tensors
@@ -141,10 +144,15 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "1x1x2": ("1x1x2", {}),
     "1x2x1": ("1x2x1", {}),
     "2x1x2 zb-h1": ("2x1x2", {"schedule": "zb-h1"}),
+    "1x2x1 zero 2": ("1x2x1", {"zero": 2, "schedule": "zb-h1"}),
+    "1x2x1 zero 3": ("1x2x1", {"zero": 3, "gather_budget": 0}),
+    "2x2x1 zero 3": ("2x2x1", {"zero": 3, "gather_budget": 0, "schedule": "zb-h1"}),
+    "1x2x2 zero 3": ("1x2x2", {"zero": 3, "zero_reduce": "last", "gather_budget": 2000}),
 }
 
 
 @pytest.mark.report("allenai/OLMo-core#828")
+@pytest.mark.report("openai/guided-diffusion#167")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_way_to_keep_activations_changes_a_bit(layout: str) -> None:
     grid, options = LAYOUTS[layout]
@@ -156,3 +164,62 @@ def test_no_way_to_keep_activations_changes_a_bit(layout: str) -> None:
     expected = ranks[0]["none"].weights
     for name, found in ranks[0].items():
         assert all(torch.equal(found.weights[key], expected[key]) for key in expected), name
+
+
+def test_what_is_kept_over_tp_is_not_sent_again() -> None:
+    """By the ledger, of the last of three steps, each of 3 microbatches of 2 samples."""
+    ways = {name: {**WAYS, **CUT}[name] for name in ("none", "full", "selective", "cut", "offload")}
+    message = 2 * ROWS * WIDTH * 8  # bytes of an activation, and of an all-reduce of it by two
+    for rank in run_on(Grid(tp=2), run, ways=ways):
+        tp = {name: found.sent["tp"] for name, found in rank.items()}
+        assert tp["selective"] == tp["offload"] == tp["none"]
+        assert tp["full"] - tp["none"] == 3 * 5 * 2 * message, "two all-reduces a block, again"
+        assert tp["cut"] - tp["full"] == 3 * 6 * message // 2, "the inputs of all but the first"
+        assert "host" not in rank["full"].sent
+        assert rank["offload"].sent["host"] > 0
+
+
+def part_frozen(topology: Topology, ways: dict[str, dict[str, Any]]) -> dict[str, Run]:
+    """Frozen units first, then blocks of a frozen and a trained layer."""
+    offload.LEAST = 1
+    found = {}
+    for name, way in ways.items():
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Linear(WIDTH, WIDTH).requires_grad_(False),
+            nn.Linear(WIDTH, WIDTH).requires_grad_(False),
+            nn.Sequential(nn.Linear(WIDTH, WIDTH).requires_grad_(False), nn.Linear(WIDTH, WIDTH)),
+            nn.Sequential(nn.Linear(WIDTH, WIDTH).requires_grad_(False), nn.Linear(WIDTH, WIDTH)),
+        ).double()
+        of = masked(topology, model, partition="uniform", **way)
+        results = []
+        for step in range(3):
+            result = of.train_step(*share(topology, *batch(step, 6, torch.float64)))
+            results.append((result.loss, result.grad_norm))
+        found[name] = Run(results, of.state_dict_whole(), {})
+    return found
+
+
+@pytest.mark.report("deepspeedai/DeepSpeed#8130")
+@pytest.mark.report("huggingface/transformers#21381")
+@pytest.mark.report("deepspeedai/DeepSpeed#4118")
+@pytest.mark.parametrize("layout", ["1x2x1", "2x2x1"])
+def test_frozen_layers_are_there_when_a_forward_is_repeated(layout: str) -> None:
+    ways = {
+        f"{zero} {mode} {away}": {
+            "zero": zero,
+            "zero_reduce": "last",
+            "recompute": mode,
+            "offload": {"activations": away},
+            "gather_budget": 0 if zero == 3 else None,
+        }
+        for zero in (0, 3)
+        for mode in ("none", "full", "selective")
+        for away in ("none", "cpu")
+    }
+    ranks = run_on(Grid.parse(layout), part_frozen, ways=ways)
+    first = ranks[0]["0 none none"]
+    trained = ["2.1.weight", "2.1.bias", "3.1.weight", "3.1.bias"]
+    for name, found in ranks[0].items():
+        assert found.results == first.results and found.results[0][1] > 0, name
+        assert all(torch.equal(found.weights[key], first.weights[key]) for key in trained), name

@@ -283,11 +283,14 @@ WRONG = {
     "offload.optimiser is not a key; did you mean offload.optimizer": {
         "offload": {"optimiser": "cpu"}
     },
+    "offload.optimizer = disk, but offload.path is null": {"offload": {"optimizer": "disk"}},
+    "offload.path = /x, but nothing goes to disk": {"offload": {"path": "/x"}},
+    "state_dtype = 'fp8' is not one of None, bf16": {"state_dtype": "fp8"},
+    r"AdamW with betas = \(0.9, 0.999\) and optim.state_dtype = bf16": {"state_dtype": "bf16"},
     "offload.parameters = 'disk' is not one of none, cpu": {"offload": {"parameters": "disk"}},
     "gather_budget = -1 is a number of bytes, 0 or more": {"gather_budget": -1},
     "shard_size = 2 does not divide dp = 1: use one of 1": {"shard_size": 2},
     "LBFGS cannot update flat pieces": {"optimizer": torch.optim.LBFGS},
-    "Adafactor is not elementwise": {"optimizer": torch.optim.Adafactor},
 }
 
 

@@ -52,3 +52,14 @@ def signalled_on_one_rank(topology: Topology) -> tuple[int, bool]:
 
 def test_all_ranks_stop_at_the_same_step_and_know_why() -> None:
     assert run_on(3, signalled_on_one_rank) == [(2, True)] * 3
+
+
+def test_somebody_who_presses_again_is_not_made_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, 1.0, 2.5])
+    monkeypatch.setattr(signals.time, "monotonic", lambda: next(times))
+    with Stop() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.agreed(Axis.single()), "what a launcher passes on is no second wish"
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)

@@ -140,7 +140,8 @@ def test_a_rank_with_nothing_holds_no_optimizer_and_reports_the_same_lr() -> Non
 def test_lr_is_that_of_the_first_group_also_where_a_rank_has_none_of_it() -> None:
     buffers = flats(5, 3)[:1]
     optimizer = ShardedOptimizer(torch.optim.SGD, buffers, OPTIONS)
-    assert sorted(optimizer.updated) == [1]
+    (bundle,) = optimizer.bundles.values()
+    assert {span.group for span in bundle.spans} == {1}
     assert optimizer.lr == 0.1
 
 

@@ -7,10 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from parallel3d import ColumnParallelLinear
+from parallel3d.comm.host import host_axis
 from parallel3d.pipeline.activations import Activations
 from parallel3d.pipeline.costs import UnitCosts
 from parallel3d.pipeline.criterion import SumLoss
 from parallel3d.pipeline.gauge import Gauged, flops, gauge, seconds
+from parallel3d.pipeline.offload import Host
 from parallel3d.pipeline.stage import Unit
 from parallel3d.topology import Axis
 from tests.pipeline.units import keeping
@@ -77,6 +79,25 @@ def test_recompute_keeps_the_input_and_runs_the_forward_twice() -> None:
     kept, again = (gauged(module, activation(), recompute=on).costs for on in (False, True))
     assert again.saved == ROWS * WIDTH * 4 < kept.saved
     assert again.input_grad == kept.input_grad + kept.forward
+
+
+def test_selective_recompute_keeps_products_and_repeats_none() -> None:
+    module = nn.Sequential(nn.Linear(WIDTH, WIDE), nn.GELU(), nn.Linear(WIDE, WIDTH))
+    kept, again = (gauged(module, activation(), mode).costs for mode in ("none", "selective"))
+    assert again.saved == ROWS * (WIDTH + WIDE + WIDTH) * 4
+    assert again.input_grad == kept.input_grad
+
+
+def test_of_what_is_offloaded_only_what_stays_is_kept() -> None:
+    module = nn.Sequential(nn.Linear(WIDTH, WIDE), nn.GELU(), nn.Linear(WIDE, WIDTH))
+    host = Host(torch.device("cpu"), host_axis(0))
+    small = gauged(module, activation(), Activations(host=host)).costs
+    assert small.saved == gauged(module, activation()).costs.saved == ROWS * (WIDTH + 2 * WIDE) * 4
+    host.least = ROWS * WIDE * 4
+    assert gauged(module, activation(), Activations(host=host)).costs.saved == ROWS * WIDTH * 4
+    for mode in ("full", "selective"):
+        host.least = 1
+        assert gauged(module, activation(), Activations(mode, host=host)).costs.saved == 0
 
 
 def test_the_last_unit_bears_the_loss_and_hands_nothing_on() -> None:

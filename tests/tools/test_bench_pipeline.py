@@ -34,6 +34,6 @@ def test_stages_have_as_many_blocks_each() -> None:
 
 
 def test_rounds_that_others_disturbed_are_left_out_while_three_are_quiet() -> None:
-    quiet, busy = (Round(1.0, 1.0, [], others) for others in (0.0, 0.5))
+    quiet, busy = (Round([], None, others) for others in (0.0, 0.5))
     assert quietest([busy, quiet, quiet, busy, quiet]) == [quiet] * 3
     assert quietest([busy, quiet, busy, busy]) == [quiet, busy, busy]

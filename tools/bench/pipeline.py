@@ -7,7 +7,8 @@ One thread a rank. In a round each schedule's step is taken by the engine and by
 ``torch.distributed.pipelining``, on the same stages of the same Llama (there of plain torch.nn),
 microbatches, loss and optimizer, in the same processes; who is first changes from round to round.
 ``ratio`` is the median of ours over the median of torch's, ``spread`` the least and the largest of
-the rounds; a round during which other programs used more than 12 % of the machine is left out (or
+the rounds, ``cpu`` the ratio of the CPU seconds of all ranks, which other programs disturb less. A
+round during which other programs used more than 12 % of the machine is left out (or
 all but the three quietest, and the JSON says so). Losses of both sides must agree.
 
 The simulation runs the same program with the median times of each stage's forwards and backwards
@@ -50,6 +51,10 @@ from tools.bench.pipeline_sides import TORCHS, Result, Work, rank_main
 WARMUP = 4  # steps of each side before the rounds; the last two are timed
 LIMIT = 120.0  # seconds in which a step must answer
 CORES = os.cpu_count() or 1
+COLUMNS = (
+    "pp m schedule ours,ms torch,ms ratio spread cpu pipeline simulated bubble simulated of,1f1b "
+    "simulated"
+)
 DEFAULTS = {
     "pp": "2",
     "num_microbatches": "4,8,16",
@@ -116,12 +121,21 @@ def world(work: Work) -> Iterator[World]:
 
 
 class Round(NamedTuple):
-    """Seconds of a step of both, our ranks' results, and the share that other programs used."""
+    """A step of both on every rank, and the share of the machine that other programs used."""
 
-    ours: float
-    torchs: float | None
-    results: list[Result]
+    ours: list[Result]
+    torchs: list[Result] | None
     others: float
+
+
+def seconds(results: list[Result]) -> float:
+    """Of a step: those of its slowest rank."""
+    return max(result.seconds for result in results)
+
+
+def cpu_seconds(results: list[Result]) -> float:
+    """Of a step, over all ranks."""
+    return sum(result.cpu for result in results)
 
 
 def contest(work: Work, schedules: Sequence[str], rounds: int) -> list[dict[str, Any]]:
@@ -170,12 +184,10 @@ def take_rounds(
             wait_until_quiet()
             busy, began = busy_seconds(), time.perf_counter()
             found = {side: ranks.step(side, name, WARMUP + at) for side in sides}
-            own = sum(result.cpu for results in found.values() for result in results)
+            own = sum(map(cpu_seconds, found.values()))
             capacity = CORES * (time.perf_counter() - began)
             others = max(0.0, busy_seconds() - busy - own) / capacity
-            seconds = {side: max(r.seconds for r in results) for side, results in found.items()}
-            round_ = Round(seconds["ours"], seconds.get("torch"), found["ours"], others)
-            taken[name].append(round_)
+            taken[name].append(Round(found["ours"], found.get("torch"), others))
     return taken
 
 
@@ -190,9 +202,9 @@ def row_of(
     """What is told of one schedule."""
     rounds = taken[schedule]
     kept = quietest(rounds)
-    ours = statistics.median(one.ours for one in kept)
+    ours = statistics.median(seconds(one.ours) for one in kept)
     paper = on_paper(work, schedule, warm, message)
-    windows = [measured(one.results) for one in kept]
+    windows = [measured(one.ours) for one in kept]
     row = {
         "schedule": schedule,
         "ours_seconds": round(ours, 4),
@@ -207,13 +219,15 @@ def row_of(
     pairs = [(one.ours, one.torchs) for one in kept if one.torchs is not None]
     if reason or not pairs:
         return {**row, "not_run": reason}
-    theirs = statistics.median(torchs for _, torchs in pairs)
-    ratios = sorted(mine / torchs for mine, torchs in pairs)
+    theirs = statistics.median(seconds(torchs) for _, torchs in pairs)
+    ratios = sorted(seconds(mine) / seconds(torchs) for mine, torchs in pairs)
+    work_ratio = statistics.median(cpu_seconds(a) / cpu_seconds(b) for a, b in pairs)
     return {
         **row,
         "torch_seconds": round(theirs, 4),
         "ratio": round(ours / theirs, 3),
         "spread": [round(ratios[0], 3), round(ratios[-1], 3)],
+        "cpu_ratio": round(work_ratio, 3),
     }
 
 
@@ -278,11 +292,8 @@ def main(arguments: list[str]) -> None:
         "commit": subprocess.getoutput("git rev-parse --short HEAD"),
     }
     sizes = {key: int(options[key]) for key in ("pp", "width", "num_layers", "seq_len")}
-    names = (
-        "pp m schedule ours,ms torch,ms ratio spread pipeline simulated bubble simulated".split()
-    )
     table = Table()
-    for name in [*names, "of,1f1b", "simulated"]:
+    for name in COLUMNS.split():
         table.add_column(name.replace(",", "\n"), no_wrap=name != "torch,ms")
     RESULTS.mkdir(exist_ok=True)
     for count in map(int, options["num_microbatches"].split(",")):
@@ -307,6 +318,7 @@ def cells(work: Work, row: dict[str, Any]) -> list[str]:
         f"{1e3 * row['torch_seconds']:.0f}" if run else f"not run: {row['not_run']}",
         f"{row['ratio']:.2f}" if run else "-",
         "{:.2f} to {:.2f}".format(*row["spread"]) if run else "-",
+        f"{row['cpu_ratio']:.2f}" if run else "-",
         f"{1e3 * row['pipeline_seconds']:.0f}",
         f"{1e3 * row['simulated_seconds']:.0f}",
         f"{row['bubble']:.1%}",

@@ -1,0 +1,53 @@
+"""Whether an optimizer's state may be kept in fewer bits than it is updated in.
+
+[Note: a step too small] bf16 has 8 bits: a number between two powers of two has 128 neighbours. A
+moving average with factor ``beta`` moves by at most ``1 - beta`` of itself where it falls, and a
+move of less than half the distance to the next number is rounded away: the average stands still,
+and with it the rate of each weight. Half a distance is at most 2^-8 of the number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .bundle import Make, Options
+
+LARGEST_BETA = 1 - 2**-8
+ELEMENTS = 64
+
+
+def check_narrow(make: Make, groups: Sequence[Options], device: torch.device) -> None:
+    """Raise ValueError unless bf16 can hold the state that steps of these groups make.
+
+    ``make`` is called with each group's options. Nothing is sent.
+    """
+    for options in groups or [{}]:
+        parameter = nn.Parameter(torch.ones(ELEMENTS, device=device))
+        optimizer = make([{**options, "params": [parameter]}])
+        name = type(optimizer).__name__
+        _check_betas(name, optimizer.param_groups[0].get("betas", ()))
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        _check_state(name, optimizer.state[parameter], parameter)
+
+
+def _check_betas(name: str, betas: Sequence[float]) -> None:
+    if max(map(float, betas), default=0.0) > LARGEST_BETA:
+        raise ValueError(
+            f"{name} with betas = {tuple(map(float, betas))} and optim.state_dtype = bf16: a "
+            f"moving average with a factor above {LARGEST_BETA:.4f} stands still in bf16, so set "
+            f"smaller optim.betas, such as [0.9, 0.95], or optim.state_dtype=null"
+        )
+
+
+def _check_state(name: str, state: Options, parameter: Tensor) -> None:
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.numel() > 1 and value.shape != parameter.shape:
+            raise ValueError(
+                f"{name} keeps {key} {list(value.shape)} of a parameter "
+                f"{list(parameter.shape)}, which is not elementwise: optim.state_dtype = bf16 is "
+                f"for moments such as those of AdamW, so set optim.state_dtype=null"
+            )

@@ -1,0 +1,29 @@
+"""Which optimizers are not elementwise and have a rule, and what they refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from .adafactor import AdafactorRule
+from .bundle import Make, Options
+from .lamb import Lamb, LambRule
+from .muon import Muon, MuonRule
+from .whole import Rule
+
+RULES: dict[type[torch.optim.Optimizer], type[Rule]] = {
+    Lamb: LambRule,
+    torch.optim.Adafactor: AdafactorRule,
+    Muon: MuonRule,
+    torch.optim.Muon: MuonRule,
+}
+
+
+def rule_of(make: Make, groups: Sequence[Options]) -> Rule | None:
+    """The rule of the optimizer that ``make`` gives; None for any other, hopefully elementwise."""
+    options = groups[0] if groups else {}
+    optimizer = make([{**options, "params": [nn.Parameter(torch.zeros(1, 1))]}])
+    rule = RULES.get(type(optimizer))
+    return None if rule is None else rule()

@@ -1,0 +1,195 @@
+"""Updates made on the host, unit by unit, beside the device and beside each other's copies.
+
+A unit's reduced gradient is copied to the host, its masters are updated there, and the new values
+are copied back: on a thread of its own, in the order in which units are used, so that the next
+forward waits only for the units that it has come to (Ren et al., 2021, arXiv 2101.06840). While
+one unit is updated, the next one's gradient is on its way down and the last one's values are on
+their way up, on streams of their own where the device has streams.
+
+Staging memory is that of the two largest units, reused; nothing else is kept of a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.host import start_copy
+from ..topology import Axis
+from .flat import Flat
+from .store import Store
+
+Gradients = Mapping[Flat, Tensor]
+Update = Callable[[Gradients], None]
+Copy = Callable[[], None]
+SLOTS = 2
+
+
+@dataclass
+class Turn:
+    """A unit's way through the host: what is copied down, done, and copied up."""
+
+    unit: int
+    down: list[Copy]
+    gradients: Gradients
+    update: Update
+    rounded: list[tuple[Tensor, Tensor]]
+    up: list[Copy]
+    slot: int
+    arrived: Any = None
+
+
+class HostUpdates:
+    """Keeps masters in a store, and updates them there.
+
+    Args:
+        flats: of each unit, those that are updated here.
+        store: which has room for a ``master`` of each, reserved under ``master_name``.
+        host: the axis on which copies are counted.
+        device: where gradients come from and values go to.
+    """
+
+    def __init__(
+        self, flats: Mapping[int, Sequence[Flat]], store: Store, host: Axis, device: torch.device
+    ) -> None:
+        self.flats, self.store, self._host, self._device = flats, store, host, device
+        self._unit_of = {flat: unit for unit in flats for flat in flats[unit]}
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="updates")
+        self._down, self._up = Lane(device), Lane(device)
+        self._staged: list[tuple[Tensor, Tensor]] = []
+        self._left: list[Any] = [None] * SLOTS
+
+    def move_in(self) -> None:
+        """Bring the masters into the store."""
+        for unit, flats in self.flats.items():
+            for at, flat in enumerate(flats):
+                master = self.store.tensor(unit, master_name(at))
+                flat.move_master(master, partial(self._publish, flat))
+            self.store.release(unit)
+        self.store.settle()
+        self._staged = [
+            (self._staging(lambda flat: flat.updated_grad), self._staging(_narrow))
+            for _ in range(SLOTS)
+        ]
+
+    def run(self, updates: Mapping[int, Update]) -> None:
+        """Start the update of each unit, in this order. Each flat says when its values are there.
+
+        ``updates`` are called with the unit's gradients on the host, one on another's heels, on
+        another thread.
+        """
+        begun = self._down.now()
+        turns = [self._turn(at, *each) for at, each in enumerate(updates.items())]
+        for at, turn in enumerate(turns):
+            after = turns[at + 1] if at + 1 < len(turns) else None
+            made = self._worker.submit(self._make, turn, after, begun, first=at == 0)
+            for flat in self.flats[turn.unit]:
+                flat.coming = lambda made=made: self._up.follow(made.result())
+
+    def _publish(self, flat: Flat) -> None:
+        values = flat.updated_values
+        start_copy(flat.master.to(values.dtype), values, self._host, tag="masters")()
+        self.store.release(self._unit_of[flat])
+
+    def let_go(self, flat: Flat) -> None:
+        """Its masters and their state have been looked at, and need not stay near."""
+        self.store.let_go(self._unit_of[flat])
+
+    def _turn(self, at: int, unit: int, update: Update) -> Turn:
+        """Counts the copies, in the step that they belong to."""
+        slot, tag = at % SLOTS, f"unit {unit}"
+        flats, (low, narrow) = self.flats[unit], self._staged[slot]
+        gradients = _carve(low, flats, [flat.updated_grad for flat in flats])
+        values = _carve(narrow, flats, [_narrow(flat) for flat in flats])
+        down = [start_copy(f.updated_grad, gradients[f], self._host, tag=tag) for f in flats]
+        up, rounded = [], []
+        for flat in flats:
+            source = flat.master
+            if values[flat].numel():
+                source = values[flat]
+                rounded.append((flat.master, source))
+            up.append(start_copy(source, flat.updated_values, self._host, tag=tag))
+        return Turn(unit, down, gradients, update, rounded, up, slot)
+
+    @torch.no_grad()
+    def _make(self, turn: Turn, after: Turn | None, begun: Any, first: bool) -> Any:
+        """On the thread of updates: returns what the device must wait for."""
+        if first:
+            self._fetch(turn, begun)
+        if after is not None:
+            self._fetch(after, begun)
+        self._down.stay(turn.arrived)
+        turn.update(turn.gradients)
+        self._up.stay(self._left[turn.slot])
+        for wide, narrow in turn.rounded:
+            narrow.copy_(wide)
+        self._left[turn.slot] = left = self._up.carry(turn.up, begun)
+        self.store.release(turn.unit)
+        return left
+
+    def _fetch(self, turn: Turn, begun: Any) -> None:
+        self.store.fetch(turn.unit)
+        turn.arrived = self._down.carry(turn.down, begun)
+
+    def _staging(self, of: Callable[[Flat], Tensor]) -> Tensor:
+        sizes = [sum(of(flat).nbytes for flat in flats) for flats in self.flats.values()]
+        pinned = self._device.type == "cuda"
+        return torch.empty(max(sizes, default=0), dtype=torch.uint8, pin_memory=pinned)
+
+
+class Lane:
+    """A stream of its own for copies; on the CPU they are made at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def now(self) -> Any:
+        """What has been queued by this thread so far."""
+        return None if self._stream is None else torch.cuda.current_stream().record_event()
+
+    def carry(self, copies: Sequence[Copy], after: Any) -> Any:
+        """Queue copies after a moment; the moment at which they are made."""
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            if self._stream is not None:
+                self._stream.wait_event(after)
+            for copy in copies:
+                copy()
+            return None if self._stream is None else self._stream.record_event()
+
+    def stay(self, moment: Any) -> None:
+        """Keep the host waiting for a moment."""
+        if moment is not None:
+            moment.synchronize()
+
+    def follow(self, moment: Any) -> None:
+        """Keep what this thread queues from now on waiting for a moment."""
+        if moment is not None:
+            torch.cuda.current_stream().wait_event(moment)
+
+
+def master_name(at: int) -> str:
+    """Of a unit's flat, in the store."""
+    return f"{at}/master"
+
+
+def _narrow(flat: Flat) -> Tensor:
+    """The values that are updated, where masters must be rounded to become them; else nothing."""
+    values = flat.updated_values
+    return values if values.dtype != flat.master.dtype else values[:0]
+
+
+def _carve(buffer: Tensor, flats: Sequence[Flat], like: Sequence[Tensor]) -> dict[Flat, Tensor]:
+    """A tensor for each flat, as wide as its like, out of one buffer of bytes."""
+    carved, start = {}, 0
+    for flat, tensor in zip(flats, like, strict=True):
+        stop = start + tensor.nbytes
+        carved[flat] = buffer[start:stop].view(tensor.dtype)
+        start = stop
+    return carved
