@@ -21,6 +21,7 @@ from tests.world import run_on
 
 ROWS = 5
 LAYERS = ROWS * 2 * (8 + 12) * 8  # bytes of what goes into a block's two layers, and of gradients
+PRODUCTS = ROWS * (12 + 8) * 8  # bytes of what the two layers give
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "v-half", "v-min")
 
 
@@ -127,6 +128,7 @@ def costs(found: list[Found], num_stages: int) -> dict[str, list[float]]:
 CASES = [
     *((name, "none") for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")),
     *((name, "full") for name in ("1f1b", "zbv")),
+    *((name, "selective") for name in ("1f1b", "zb-h1")),
 ]
 
 
@@ -145,10 +147,11 @@ def test_a_rank_keeps_what_its_program_keeps_on_paper(pp: int, count: int) -> No
         units = 2 // num_chunks
         for size in sizes["deferred"]:
             assert size == (units * LAYERS if schedule.startswith("zb") else 0)
-        if recompute == "full":
-            first, *inner, _ = [size // message for size in sizes["saved"]]
-            assert first == units - 1, "the model's input is the caller's"
-            assert inner == [units] * len(inner), "the inputs of its units"
+        if recompute != "none":
+            products = {"full": 0, "selective": PRODUCTS}[recompute]
+            first, *inner, _ = [size - units * products for size in sizes["saved"]]
+            assert first == (units - 1) * message, "the model's input is the caller's"
+            assert inner == [units * message] * len(inner), "the inputs of its units"
         paper = simulate(program, **sizes)
         outputs = simulate(program, **sizes, output=[message] * pp * num_chunks)
         for rank, (_, _, kept) in enumerate(found):
