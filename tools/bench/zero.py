@@ -7,11 +7,12 @@ Two ranks of one thread over gloo against one process of two threads, on the wor
 ``layouts.py``. In a round each side's step follows one of plain PyTorch; a ratio is taken of each
 such pair, and the median of the quiet ones is told: those during which other programs used less
 than 12 % of the machine (or of the three quietest, and the JSON says so), with the least and the
-largest. The peers train the same units and values; all must tell the losses that plain PyTorch does.
+largest. The peers train the same units and values; all must tell plain PyTorch's losses.
 
-Bytes of ours are what the ledger counted in a step over both ranks, beside the law of the stage
-without padding; those of all sides what passed over the loopback interface, the least of all steps,
-since it carries other programs' too. ``peak`` is the most tensor memory of a rank at one time.
+A side takes two steps in a row, of which the second is timed: so it waits for what the first has
+left under way. Bytes of ours are what the ledger counted in a step over both ranks, beside the law
+of the stage without padding; those of all sides what passed over the loopback interface, the least
+of all pairs, since it carries other programs' too. ``peak`` is the most tensor memory of a rank.
 ``overlap`` is the share of the gathers and reductions during which a unit computed.
 A line of JSON for each side goes to results/.
 """
@@ -41,10 +42,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tools.bench.layouts import QUIET, RESULTS, busy_seconds, wait_until_quiet
 from tools.bench.plain import MICRO, VOCAB, Reference, Size
-from tools.bench.zero_sides import PEERS, STAGES, Result, rank_main
+from tools.bench.zero_sides import PEERS, STAGES, WARMUP, Result, rank_main
 
 RANKS = 2
-WARMUP = 2
 LIMIT = 120.0  # seconds in which a step must answer
 SIDES = ",".join((*STAGES, *PEERS))
 # Ratio to plain PyTorch and MB of a step on the usual workload.
@@ -56,12 +56,16 @@ class SideError(RuntimeError):
 
 
 class Round(NamedTuple):
-    """Seconds of a step of plain PyTorch and of a side, what others used, and the ranks' results."""
+    """Seconds of a step of plain PyTorch and of a side, and the share that others used.
+
+    ``sent`` is by the ledgers of the ranks, ``loopback`` by the interface; bytes of one step.
+    """
 
     plain: float
     side: float
     others: float
-    results: list[Result]
+    sent: int
+    loopback: int
 
 
 def plain_main(pipe: Connection, threads: int, size: Size) -> None:
@@ -166,11 +170,24 @@ def take(both: World, name: str, number: int) -> Round:
     wait_until_quiet()
     busy, began = busy_seconds(), time.perf_counter()
     plain, used, _ = both.plain(number)
+    passed = loopback_bytes()
     results = both.side(name, "time", number)
     own = used + sum(result.cpu for result in results)
     capacity = (os.cpu_count() or 1) * (time.perf_counter() - began)
     others = max(0.0, busy_seconds() - busy - own) / capacity
-    return Round(plain, max(result.seconds for result in results), others, results)
+    time.sleep(0.2)  # for what the second step has left under way
+    passed = (loopback_bytes() - passed) // 2
+    seconds = max(result.seconds for result in results)
+    return Round(plain, seconds, others, sum(result.sent for result in results), passed)
+
+
+def loopback_bytes() -> int:
+    """Sent over the loopback interface since the machine started, by any process."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == "lo":
+            return int(numbers.split()[8])
+    return 0
 
 
 def row_of(
@@ -181,7 +198,6 @@ def row_of(
     kept = quiet if len(quiet) >= 3 else sorted(rounds, key=lambda one: one.others)[:3]
     ratios = sorted(one.plain / one.side for one in kept)
     tokens, side = size.batch * size.seq_len, statistics.median(one.side for one in kept)
-    ledger = [result.sent for result in rounds[-1].results]
     row: dict[str, Any] = {
         "side": name,
         "ratio": round(statistics.median(ratios), 3),
@@ -189,14 +205,14 @@ def row_of(
         "best_ratio": round(min(r.plain for r in kept) / min(r.side for r in kept), 3),
         "tokens_per_second": round(tokens / side),
         "plain_tokens_per_second": round(tokens / statistics.median(r.plain for r in kept)),
-        "loopback_bytes": min(max(result.loopback for result in r.results) for r in rounds),
+        "loopback_bytes": min(one.loopback for one in rounds),
         "peak_tensor_bytes": peaks,
         "quiet_pairs": f"{len(quiet)} of {len(rounds)}",
         "others": round(max(one.others for one in kept), 3),
     }
     if name in STAGES:
         over, total = (sum(column) for column in zip(*traces, strict=True))
-        row["sent_bytes"] = sum(ledger)  # type: ignore[arg-type]
+        row["sent_bytes"] = rounds[-1].sent
         row["law_bytes"] = law_bytes(size, name)
         row["overlap"] = round(over / total, 3)
     if name in AIMS and size == Size():

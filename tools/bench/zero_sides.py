@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +27,7 @@ from tools.bench.layouts import resident
 from tools.bench.peak import PeakBytes
 from tools.bench.plain import HEADS, MICRO, VOCAB, Reference, Size, batch
 
+WARMUP = 2  # steps, in which all sides must tell the same losses
 EVERYTHING = 2**40  # bytes: whatever is gathered stays until the update
 STAGES: dict[str, dict[str, Any]] = {
     "ZeRO-0": {"zero": 0},
@@ -48,17 +48,15 @@ class AbsentError(RuntimeError):
 class Result(NamedTuple):
     """A step of one rank: seconds of the wall and of its CPU, and the loss of its share.
 
-    ``sent`` is what the ledger has on dp, None for a peer; ``loopback`` what all processes of the
-    machine sent over that interface. ``peak`` is counted, and slow, where it was asked for;
-    ``overlap`` likewise: of all gathers and reductions how many had another unit's computation
-    between their issue and the wait.
+    ``sent`` is what the ledger has on dp, 0 for a peer. ``peak`` and ``overlap`` are counted where
+    they were asked for: of gathers and reductions, how many had a unit's computation between their
+    issue and the wait, and how many there were.
     """
 
     seconds: float
     cpu: float
     loss: float
-    sent: int | None
-    loopback: int
+    sent: int = 0
     peak: int = 0
     overlap: tuple[int, int] = (0, 0)
 
@@ -254,30 +252,34 @@ def rank_main(pipe: Connection, rank: int, ranks: int, store: str, size: Size) -
 
 
 def timed(side: Any, number: int) -> Result:
-    """A step as it is."""
-    lo, began, used = loopback_bytes(), time.perf_counter(), time.process_time()
-    loss = side.step(number)
+    """Two steps on one batch, the second timed; CPU seconds and the loss are of both and the first.
+
+    In the first two numbers, which are compared, there is one step.
+    """
+    used, loss = time.process_time(), side.step(number)
+    began = time.perf_counter()
+    if number >= WARMUP:
+        side.step(number)
     seconds, cpu = time.perf_counter() - began, time.process_time() - used
-    sent = side.sent() if isinstance(side, Ours) else None
-    return Result(seconds, cpu, loss, sent, loopback_bytes() - lo)
+    return Result(seconds, cpu, loss, side.sent() if isinstance(side, Ours) else 0)
 
 
 def counted(side: Any, number: int) -> Result:
     """A step whose tensors are counted."""
     with PeakBytes(side.resident()) as peak:
         loss = side.step(number)
-    return Result(0.0, 0.0, loss, None, 0, peak.peak)
+    return Result(0.0, 0.0, loss, peak=peak.peak)
 
 
 def traced(side: Any, number: int) -> Result:
     """Two steps of ours: what is issued at the end of one is waited for in the next."""
     if not isinstance(side, Ours):
-        return Result(0.0, 0.0, 0.0, None, 0)
+        return Result(0.0, 0.0, 0.0)
     trace = Trace(side.engine)
     loss = 0.0
     for at in range(2):
         loss = side.step(number + at)
-    return Result(0.0, 0.0, loss, None, 0, overlap=trace.close())
+    return Result(0.0, 0.0, loss, overlap=trace.close())
 
 
 class Trace:
@@ -336,12 +338,3 @@ WHAT: Mapping[str, Callable[[Any, int], Result]] = {
     "count": counted,
     "trace": traced,
 }
-
-
-def loopback_bytes() -> int:
-    """Sent over the loopback interface since the machine started, by any process."""
-    for line in Path("/proc/net/dev").read_text().splitlines():
-        name, _, numbers = line.partition(":")
-        if name.strip() == "lo":
-            return int(numbers.split()[8])
-    return 0
