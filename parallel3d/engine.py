@@ -49,7 +49,9 @@ class Engine:
         topology: who this rank is.
         loss_fn: ``loss_fn(output, target)``, the SUM over a microbatch's items, a scalar. Losses of
             torch with ``reduction="mean"`` are switched to sums.
-        optimizer: called with parameter groups; any elementwise torch optimizer.
+        optimizer: called with parameter groups; any elementwise torch optimizer, and of others
+            ``torch.optim.Adafactor``, ``torch.optim.Muon`` (matrices only), and ``Lamb`` and
+            ``Muon`` (matrices, with AdamW for the rest) of ``parallel3d.optim``.
         num_items: ``fn(target)`` counts a target's items, a whole number; by default integers
             other than -100 (or the loss's ``ignore_index``), or the elements of a float tensor.
         param_groups: ``fn(name, parameter)`` gives a parameter's optimizer options.

@@ -35,7 +35,7 @@ class Pending:
     ) -> None:
         self._wait: Callable[[], Tensor] | None = wait
         self._result: Tensor | None = None
-        self._ready = ready
+        self._ready: Callable[[], bool] | None = ready
 
     @classmethod
     def done(cls, result: Tensor) -> Pending:
@@ -44,13 +44,13 @@ class Pending:
 
     def ready(self) -> bool:
         """Ask without waiting."""
-        return self._wait is None or self._ready()
+        return self._ready is None or self._ready()
 
     def wait(self) -> Tensor:
         """Block (the CPU on gloo, the current stream on NCCL) until the result is there."""
         if self._wait is not None:
             self._result = self._wait()
-            self._wait = None
+            self._wait = self._ready = None  # they hold what was sent
         assert self._result is not None
         return self._result
 

@@ -14,7 +14,7 @@ from .targets import check_keys, locate, takes
 from .values import spell
 
 SHARED = ("betas", "eps", "weight_decay")
-OURS = {"lamb": "parallel3d.optim.lamb.Lamb", "muon": "parallel3d.optim.muon.Muon"}
+OURS = {"lamb": "parallel3d.optim.Lamb", "muon": "parallel3d.optim.Muon"}
 
 
 def optimizer_class(optim: Optim) -> Callable[..., torch.optim.Optimizer]:

@@ -1,1 +1,6 @@
-"""Global gradient norm and clipping, the optimizer over owned shards, learning-rate curves."""
+"""Gradient norm and clipping, optimizers over owned shards, the loss scale, rates over time."""
+
+from .lamb import Lamb
+from .muon import Muon
+
+__all__ = ["Lamb", "Muon"]

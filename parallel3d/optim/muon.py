@@ -76,7 +76,7 @@ class MuonRule:
         """Refuse Muon for what has not two dims."""
         if _is_matrix(shape, options) and len(shape) != 2:
             ours = "muon" in options
-            way_out = "leave its group's muon None" if ours else "use parallel3d.optim.muon.Muon"
+            way_out = "leave its group's muon None" if ours else "use parallel3d.optim.Muon"
             raise ValueError(
                 f"{name} has shape {list(shape)}, but Muon is for matrices: {way_out}, so that "
                 f"AdamW updates it"

@@ -128,7 +128,7 @@ def _unequal_copies(parts: Parts) -> list[str]:
     for flat in parts.shards.trained():
         for held, _, _ in flat.slots:
             place = 0 if isinstance(held.placement, Replicate) else parts.topology.tp.rank
-            data = held.parameter.detach().cpu().contiguous().numpy()
+            data = held.parameter.detach().clone().cpu().contiguous().numpy()
             mine[parts.facts[held.name].owner, place] = blake2b(data.tobytes()).digest()
     seen: dict[tuple[str, int], set[bytes]] = {}
     for digests in all_gather_objects(mine, parts.topology.world):

@@ -119,12 +119,13 @@ class Flat:
         self.grad: Tensor | None = None
         self._blank: Tensor | None = None
         self._versions: list[int] = []
-        self._show()
-        if trained:
-            self._make_gradients(device)
         if stage == 3:
             self._hide()
             self._free()
+        else:
+            self._show()
+        if trained:
+            self._make_gradients(device)
 
     def _values(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """The values in ``dtype``, the owned ones, and wide ones of what is updated."""
@@ -226,7 +227,7 @@ class Flat:
 
     def gather(self, tag: str) -> Pending:
         """Give ``data`` memory, and start to fill it from everyone's ``shard``."""
-        self.data.untyped_storage().resize_(self.nbytes)
+        self._resize(self.nbytes)
         return start_all_gather(self.shard, self.data, self.axis, tag=tag)
 
     def release(self) -> None:
@@ -257,7 +258,14 @@ class Flat:
         return self.length * self.data.element_size()
 
     def _free(self) -> None:
-        self.data.untyped_storage().resize_(0)
+        # What was given to numpy cannot be resized: it keeps its memory.
+        if self.data.untyped_storage().resizable():
+            self._resize(0)
+
+    def _resize(self, nbytes: int) -> None:
+        storage = self.data.untyped_storage()
+        if storage.nbytes() != nbytes:
+            storage.resize_(nbytes)
 
     def _show(self) -> None:
         for held, start, stop in self.slots:

@@ -60,11 +60,13 @@ def test_one_process_equals_plain_pytorch(first: Any) -> None:
 
 
 @pytest.mark.report("allenai/OLMo-core#319")
-@pytest.mark.parametrize("layout", LAYOUTS[1:])
+@pytest.mark.parametrize(
+    ("layout", "zero"), [*((layout, 1) for layout in LAYOUTS[1:]), ("1x2x1", 2), ("2x2x1", 3)]
+)
 def test_a_layout_starts_from_the_same_bits_and_gives_the_same_numbers(
-    layout: str, first: Any
+    layout: str, zero: int, first: Any
 ) -> None:
-    ranks = run_on(Grid.parse(layout), train_and_collect, max_grad_norm=0.05)
+    ranks = run_on(Grid.parse(layout), train_and_collect, max_grad_norm=0.05, zero=zero)
     (initial, results, weights), *others = ranks
     assert same(initial, first[0])
     assert np.allclose(results, first[1], rtol=1e-12)

@@ -109,6 +109,26 @@ def test_each_microbatch_of_a_pipeline_is_scaled_once(count: int) -> None:
             assert (ours - theirs).norm() <= 0.01 * theirs.norm()
 
 
+def kept_otherwise(topology: Topology) -> None:
+    """Whatever is computed again, or kept in the host's memory."""
+    found = []
+    for options in (
+        {},
+        {"recompute": "full"},
+        {"recompute": "selective"},
+        {"offload": {"optimizer": "cpu"}},
+        {"offload": {"activations": "cpu"}},
+    ):
+        mine = fp16(topology, max_grad_norm=1.5, fp16={"initial_scale": 1024}, **options)
+        found.append((train(mine, 4), mine.state_dict_whole()))
+    for losses, weights in found[1:]:
+        assert losses == found[0][0] and same(weights, found[0][1])
+
+
+def test_recompute_and_offload_change_no_bit_of_fp16() -> None:
+    run_on(Grid(pp=2, dp=2), kept_otherwise)
+
+
 def moves(topology: Topology) -> list[tuple[float, float, float]]:
     """The norm, the limit and how far SGD at a rate of 1 went: unclipped, and clipped to half."""
     found = []

@@ -14,8 +14,8 @@ from parallel3d import (
 )
 from parallel3d.build import build_engine, build_model
 from parallel3d.config import compose, settle
-from parallel3d.optim.lamb import Lamb
-from parallel3d.optim.muon import Muon, deal
+from parallel3d.optim import Lamb, Muon
+from parallel3d.optim.muon import deal
 from parallel3d.optim.newton_schulz import orthogonal
 from parallel3d.optim.whole import WholeOptimizer
 from tests.engine.cases import (

@@ -16,8 +16,7 @@ from parallel3d import (
     Topology,
     VocabParallelEmbedding,
 )
-from parallel3d.optim.lamb import Lamb
-from parallel3d.optim.muon import Muon
+from parallel3d.optim import Lamb, Muon
 from tests.engine.cases import (
     engine,
     share,

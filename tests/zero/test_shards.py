@@ -4,80 +4,33 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.autograd import Function
+from torch import nn
 
 from parallel3d import Engine, Grid, Topology
 from parallel3d.placement import Replicate
 from parallel3d.topology import Axis
 from parallel3d.zero.flat import ALIGNMENT, Flat, Held
 from parallel3d.zero.shards import Shards
-from tests.engine.cases import SGD, WIDTH, batch, engine, share, train
+from tests.engine.cases import SGD, batch, engine, share
 from tests.world import run_on
+from tests.zero.traces import UNITS, positions, traced_steps
 
-UNITS = 4
-Trace = list[Any]
-
-
-class Mark(Function):
-    """The identity, which notes when the backward that it begins starts."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, unit: int, trace: Trace) -> Tensor:
-        ctx.unit, ctx.trace = unit, trace
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        ctx.trace.append(("backward", ctx.unit))
-        return grad, None, None
-
-
-class Marked(nn.Module):
-    def __init__(self, unit: int, trace: Trace) -> None:
-        super().__init__()
-        self.linear, self.unit, self.trace = nn.Linear(WIDTH, WIDTH), unit, trace
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.trace.append(("forward", self.unit))
-        return Mark.apply(self.linear(x), self.unit, self.trace)
-
-
-class Steps(torch.optim.SGD):
-    trace: Trace
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.trace.append(("update", 0))
-        super().step(closure)
-
-
-def traced_steps(topology: Topology, zero: int, microbatches: int) -> list[tuple[str, ...]]:
-    """Two steps as (what, unit), where what is also a collective's kind and phase."""
-    trace: Trace = []
-    model = nn.Sequential(*[Marked(unit, trace) for unit in range(UNITS)])
-    optimizer = type("Traced", (Steps,), {"trace": trace})
-    options = {"optimizer": lambda groups: optimizer(groups, lr=0.1)}
-    mine = engine(topology, model, zero=zero, num_microbatches=microbatches, **options)
-    mine.parts.ledger.tracing, mine.parts.ledger.trace = True, trace
-    trace.clear()
-    train(mine, 2)
-    return [
-        event if len(event) == 2 else (f"{event.kind} {event.phase}", event.tag) for event in trace
-    ]
-
-
-def positions(trace: Trace, what: str, unit: int) -> list[int]:
-    found = [(what, unit), (what, f"unit {unit}")]
-    return [at for at, event in enumerate(trace) if event in found]
+ONCE = [
+    {"zero": 0},
+    {"zero": 1},
+    {"zero": 2, "zero_reduce": "last"},
+    {"zero": 3, "zero_reduce": "last"},
+]
+EACH = [{"zero": zero, "zero_reduce": "each"} for zero in (2, 3)]
 
 
 @pytest.mark.report("facebookresearch/fairscale#517")
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("options", ONCE, ids=str)
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_a_reduction_runs_beside_the_backward_of_the_unit_before(
-    zero: int, microbatches: int
+    options: dict[str, Any], microbatches: int
 ) -> None:
-    for trace in run_on(Grid(dp=2), traced_steps, zero=zero, microbatches=microbatches):
+    for trace in run_on(Grid(dp=2), traced_steps, microbatches=microbatches, **options):
         for unit in range(UNITS):
             issued = positions(trace, "reduce_scatter issue", unit)
             waited = positions(trace, "reduce_scatter wait", unit)
@@ -92,12 +45,71 @@ def test_a_reduction_runs_beside_the_backward_of_the_unit_before(
                     assert issued[step] < start < waited[step]
 
 
-def test_new_values_are_gathered_ahead_of_the_forward_that_needs_them() -> None:
-    for trace in run_on(Grid(dp=2), traced_steps, zero=1, microbatches=1):
+@pytest.mark.parametrize("options", EACH, ids=str)
+def test_each_microbatch_is_reduced_beside_the_backward_of_the_unit_before(
+    options: dict[str, Any],
+) -> None:
+    for trace in run_on(Grid(dp=2), traced_steps, microbatches=3, **options):
+        for unit in range(UNITS):
+            issued, waited = (
+                positions(trace, f"reduce_scatter {phase}", unit) for phase in ("issue", "wait")
+            )
+            mine = positions(trace, "backward", unit)
+            before = positions(trace, "backward", unit - 1) or [len(trace)] * 6
+            assert len(issued) == len(waited) == len(mine) == 6
+            for at in range(6):
+                assert mine[at] < issued[at] < waited[at]
+                if unit > 0:
+                    assert issued[at] < before[at] < waited[at]
+
+
+@pytest.mark.parametrize("options", ONCE + EACH, ids=str)
+def test_no_more_than_two_units_are_reduced_at_once(options: dict[str, Any]) -> None:
+    for trace in run_on(Grid(dp=2), traced_steps, microbatches=3, **options):
+        under_way = most = 0
+        for what, _ in trace:
+            under_way += {"reduce_scatter issue": 1, "reduce_scatter wait": -1}.get(what, 0)
+            most = max(most, under_way)
+        assert most == 2 and under_way == 0
+
+
+TWO_UNITS = 2 * 128 * 8  # bytes of two units, each padded to 64 elements a parameter
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_unit_is_gathered_beside_the_compute_before_its_own(
+    microbatches: int, recompute: str
+) -> None:
+    options = {"zero": 3, "gather_budget": TWO_UNITS, "recompute": recompute}
+    for trace in run_on(Grid(dp=2), traced_steps, microbatches=microbatches, **options):
+        computes = [at for at, (what, _) in enumerate(trace) if what in ("forward", "backward")]
+        gathers = 0
+        for unit in range(UNITS):
+            issued, waited = (
+                positions(trace, f"all_gather {phase}", unit) for phase in ("issue", "wait")
+            )
+            assert len(issued) - len(waited) in (0, 1), "one may be for a step to come"
+            gathers += len(waited)
+            for begin, end in zip(issued, waited, strict=False):
+                between = [at for at in computes if begin < at < end]
+                ahead = [trace[at][1] for at in between]
+                first = unit == 0 and (begin < computes[0] or ("update", 0) in trace[:begin])
+                assert first or (ahead and unit not in ahead), (unit, begin, end)
+        # Forward 0 1 2 3, backward 3 2 1 0: what turns around is there; two are at each turn.
+        assert gathers == 2 * (UNITS + (UNITS - 2) + (microbatches - 1) * 2 * (UNITS - 2))
+
+
+@pytest.mark.parametrize("options", [*ONCE[1:], *EACH], ids=str)
+def test_new_values_are_gathered_ahead_of_the_forward_that_needs_them(
+    options: dict[str, Any],
+) -> None:
+    at = int(options["zero"] == 3)  # which also gathers before the first step
+    for trace in run_on(Grid(dp=2), traced_steps, microbatches=1, **options):
         (update, _) = positions(trace, "update", 0)
         for unit in range(UNITS):
             issued, waited = (
-                positions(trace, f"all_gather {p}", unit)[0] for p in ("issue", "wait")
+                positions(trace, f"all_gather {p}", unit)[at] for p in ("issue", "wait")
             )
             needed = positions(trace, "forward", unit)[1]
             assert update < issued < positions(trace, "forward", 0)[1]
@@ -129,6 +141,11 @@ def bytes_of_a_step(topology: Topology, **options: Any) -> tuple[int, int, int]:
     return mine.parts.ledger.bytes()["dp"], sum(len(flat.data) for flat in flats), count
 
 
+# Microbatches of a step are 2. What fits is gathered once a step; without room a rank of 4 units
+# in 2 microbatches has 16 uses, 3 of them of what is there.
+LAST, EACH_OF_TWO = {"zero_reduce": "last"}, {"zero_reduce": "each"}
+
+
 @pytest.mark.parametrize(
     ("layout", "options", "width"),
     [
@@ -136,7 +153,18 @@ def bytes_of_a_step(topology: Topology, **options: Any) -> tuple[int, int, int]:
         ("1x2x1", {"zero": 1, "precision": "fp32"}, (4, 4)),
         ("1x3x1", {"zero": 1, "precision": "bf16"}, (4, 2)),
         ("2x2x1", {"zero": 1, "precision": "fp64"}, (8, 8)),
+        ("1x3x1", {"zero": 2, "precision": "bf16", **LAST}, (4, 2)),
+        ("2x2x1", {"zero": 2, "precision": "fp32", **EACH_OF_TWO}, (2 * 4, 4)),
+        ("1x2x2", {"zero": 3, "precision": "bf16", **LAST}, (4, 2)),
+        ("1x3x1", {"zero": 3, "precision": "fp32", **EACH_OF_TWO}, (2 * 4, 4)),
+        ("1x2x1", {"zero": 3, "precision": "fp32", **LAST, "gather_budget": 0}, (4, 13)),
+        (
+            "1x2x1",
+            {"zero": 3, "precision": "fp64", **EACH_OF_TWO, "gather_budget": 0},
+            (2 * 8, 26),
+        ),
     ],
+    ids=str,
 )
 def test_bytes_of_a_step_are_the_lower_bound_of_the_padded_buffers(
     layout: str, options: dict[str, Any], width: tuple[int, int]
