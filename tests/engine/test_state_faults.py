@@ -111,7 +111,8 @@ def numbered(topology: Topology, folder: Path, loads: bool) -> Any:
     )
     if loads:
         mine.load(folder)
-        rates = {group["lr"] for group in mine.parts.optimizer._inner_groups()}
+        bundles = mine.parts.optimizer.bundles.values()
+        rates = {group["lr"] for bundle in bundles for group in bundle.inner.param_groups}
         assert rates <= {0.1, 0.2, 0.3}
     else:
         cases.train(mine, 1)
