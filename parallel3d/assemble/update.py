@@ -16,6 +16,7 @@ from ..optim.rules import rule_of
 from ..optim.whole import Rule, WholeOptimizer, options_of
 from ..topology import Axis, Topology
 from ..zero.disk import DiskStore
+from ..zero.parameters import keep_on_host
 from ..zero.shards import Shards
 from ..zero.store import Store
 from ..zero.updates import HostUpdates
@@ -89,7 +90,11 @@ def make_optimizer(
     def make() -> ShardedOptimizer:
         apart = _apart(shards, topology, options, host)
         made = (options.optimizer, shards.trained(), groups, options.lr_schedule)
-        return ShardedOptimizer(*made, apart)
+        optimizer = ShardedOptimizer(*made, apart)
+        if options.offload.parameters == "cpu":
+            store = Store(pinned=topology.device.type == "cuda")
+            keep_on_host(shards.held_by_unit(), store, host)
+        return optimizer
 
     if options.offload.optimizer != "disk":
         return make()
