@@ -1,10 +1,12 @@
-"""Bytes of what a rank keeps for the whole of a run, by kind."""
+"""Bytes of what a rank keeps for the whole of a run, by kind, and of the memory it has for that."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from .assemble import Parts
@@ -43,6 +45,13 @@ def predicted(parts: Parts) -> Memory:
     return (
         now if made else now._replace(optimizer=now.optimizer + parts.optimizer.predicted_bytes())
     )
+
+
+def device_bytes(device: torch.device) -> int:
+    """All the memory of a CUDA device; of a CPU the machine's, which its ranks share."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _optimizer(parts: Parts) -> list[Tensor]:

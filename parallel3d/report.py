@@ -7,13 +7,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
+from .assemble.accounts import account
 from .assemble.parts import Parts
 from .comm.collectives import all_gather_objects
 from .config import Config, to_yaml
 from .engine import Engine
 from .log.console import report
 from .log.jsonl import replace
-from .memory import Memory, predicted
+from .memory import device_bytes, predicted
 from .pipeline.costs import Costs
 from .pipeline.draw import Panel
 from .pipeline.simulate import Timeline, simulate_costs
@@ -63,10 +64,14 @@ def _shown(costs: Costs, cost_unit: str) -> tuple[Costs, str]:
 
 
 class Place(NamedTuple):
-    """A rank's host, the bytes it will keep, and of its trained elements how many defer."""
+    """A rank's host; bytes it will keep at most, by kind, and has; bytes it sends in a step over
+    dp; and of its trained elements how many defer.
+    """
 
     host: str
-    memory: Memory
+    kept: dict[str, float]
+    memory: int
+    sent: int
     deferred: int
     trained: int
 
@@ -75,8 +80,26 @@ def places(engine: Engine) -> list[Place]:
     """Of every rank. Collective."""
     shares = [stage.deferred_parameters for stage in engine.parts.stages.values()]
     deferred, trained = (sum(column) for column in zip(*shares, strict=True))
-    mine = Place(socket.gethostname(), predicted(engine.parts), deferred, trained)
+    values, gradients, _ = account(engine.parts).sent
+    memory = device_bytes(engine.topology.device)
+    host, kept = socket.gethostname(), kept_by(engine.parts)
+    mine = Place(host, kept, memory, values + gradients, deferred, trained)
     return all_gather_objects(mine, engine.topology.world)
+
+
+def kept_by(parts: Parts) -> dict[str, float]:
+    """Bytes of this rank at most, by kind: activations where units were measured."""
+    states, most = predicted(parts), account(parts)
+    kept: dict[str, float] = {
+        "parameters": states.parameters,
+        "gradients": most.gradients,
+        "optimizer": states.optimizer,
+    }
+    if parts.shards.keeps_owned:
+        kept["gathered"] = most.gathered
+    if parts.costs is not None:
+        kept["activations"] = forecast(parts)[0].peak_bytes[parts.topology.pp.rank]
+    return kept
 
 
 def report_start(
@@ -90,17 +113,15 @@ def report_start(
     size = batch // (grid.dp * microbatches)
     timeline, _ = forecast(parts)
     bubble = f"bubble {_bubble(timeline):.0%} of a step {_basis(parts)}"
-    peak = f"at most {_mb(max(timeline.peak_bytes))} on a rank"
     rows = [
         ("grid", f"pp {grid.pp} x dp {grid.dp} x tp {grid.tp} on {', '.join(hosts)}"),
-        ("zero", f"stage {config.zero.stage}"),
+        ("zero", f"stage {config.zero.stage}{_sent(ranks)}"),
         ("parameters", f"{sum(_sizes(engine)):,}"),
         *((f"stage {s}", _stage(engine, s)) for s in range(len(parts.cuts))),
         ("schedule", f"{_schedule(config, engine)}, {bubble}"),
         *([("split", _deferred(ranks))] if parts.programs.splits_backward else []),
         ("batch", f"{batch} = dp {grid.dp} x microbatches {microbatches} x {size}"),
         *_bytes_of(ranks),
-        *([("activations", peak)] if parts.costs else []),
         ("run folder", str(folder)),
         ("wandb", config.log.wandb.mode or "disabled"),
         ("start", start),
@@ -121,17 +142,22 @@ def _deferred(ranks: list[Place]) -> str:
 
 
 def _bytes_of(ranks: list[Place]) -> list[tuple[str, str]]:
-    """Predicted bytes of each rank, without activations; of many ranks only the largest."""
-    totals = [sum(rank.memory) for rank in ranks]
+    """The most bytes of each rank by kind, and their sum; of many ranks only the largest."""
+    totals = [sum(rank.kept.values()) for rank in ranks]
     shown = range(len(ranks)) if len(ranks) <= MANY else [totals.index(max(totals))]
     return [
         (
             f"rank {at}",
-            f"{_mb(totals[at])}: parameters {_mb(ranks[at].memory.parameters)}, gradients "
-            f"{_mb(ranks[at].memory.gradients)}, optimizer {_mb(ranks[at].memory.optimizer)}",
+            f"{_mb(totals[at])} of {_mb(ranks[at].memory)}: "
+            + ", ".join(f"{kind} {_mb(size)}" for kind, size in ranks[at].kept.items()),
         )
         for at in shown
     ]
+
+
+def _sent(ranks: list[Place]) -> str:
+    most = max(rank.sent for rank in ranks)
+    return f", a rank sends {_mb(most)} over dp in a step" if most else ""
 
 
 def _sizes(engine: Engine) -> list[int]:

@@ -13,7 +13,7 @@ from parallel3d.data import prepare
 from parallel3d.pipeline.costs import Costs
 from parallel3d.pipeline.schedules import build
 from parallel3d.pipeline.simulate import simulate
-from parallel3d.report import forecast, places, report_start
+from parallel3d.report import Place, _bytes_of, _sent, forecast, places, report_start
 from parallel3d.topology import Topology
 from tests.start import ROOT
 
@@ -52,7 +52,11 @@ def test_the_start_tells_what_each_stage_should_cost_and_what_that_rests_on(
     stages = [line for line in lines if line.startswith("  stage ")]
     assert len(stages) == 2 and all(re.search(stage, line) for line in stages)
     assert any(re.search(rf"zbv, bubble \d+% of a step {basis}$", line) for line in lines)
-    assert any("activations" in line for line in lines) == (partition != "parameters")
+    (kept,) = (line for line in lines if line.startswith("  rank 0 "))
+    told = [float(size) for size in re.findall(r"([\d.]+) MB", kept)]
+    total, memory, *kinds = told
+    assert total == pytest.approx(sum(kinds), abs=0.05 * len(told)) and memory > total
+    assert ("activations" in kept) == (partition != "parameters")
     (split,) = (line for line in lines if line.startswith("  split "))
     share = re.search(r" (\d+)% of the parameters", split)
     assert share and 30 < int(share[1]) < 90, "embeddings and norms are not put off"
@@ -80,3 +84,16 @@ def test_a_forecast_is_in_milliseconds_where_stages_were_measured() -> None:
 def test_a_forecast_of_stages_that_nobody_looked_at_has_no_unit() -> None:
     timeline, unit = forecast(parts(None))
     assert (timeline.makespan, unit) == (15.0, "")
+
+
+def test_of_each_rank_the_start_tells_what_it_keeps_of_what_it_has_and_what_it_sends() -> None:
+    kept = {"parameters": 1e6, "gradients": 2e6, "optimizer": 4e6, "gathered": 5e5}
+    ranks = [Place("a", kept, 80 * 10**9, 56 * 10**6, 0, 1)] * 2
+    (row, _) = _bytes_of(ranks)
+    assert row == (
+        "rank 0",
+        "7.5 MB of 80000.0 MB: parameters 1.0 MB, gradients 2.0 MB, optimizer 4.0 MB, "
+        "gathered 0.5 MB",
+    )
+    assert _sent(ranks) == ", a rank sends 56.0 MB over dp in a step"
+    assert _sent([ranks[0]._replace(sent=0)]) == ""

@@ -70,10 +70,15 @@ class Parts:
         """This rank's units, in model order."""
         return [unit for index in sorted(self.stages) for unit in self.stages[index].units]
 
+    @property
+    def unit_numbers(self) -> dict[int, list[int]]:
+        """Of each of this rank's stages."""
+        return {at: [unit.number for unit in self.stages[at].units] for at in self.stages}
+
     def run(self, actions: Sequence[Action], step: Step) -> None:
         """Do this rank's actions of a program. Collective over the world."""
-        units = {at: [unit.number for unit in self.stages[at].units] for at in self.stages}
-        self.shards.begin(uses_of(actions, units), len(step.seeds), step.training)
+        uses = uses_of(actions, self.unit_numbers)
+        self.shards.begin(uses, len(step.seeds), step.training)
         self.interpreter.run(actions, step)
         self.shards.end()
 

@@ -125,10 +125,11 @@ def make_engine(topology: Topology, zero: int, schedule: str) -> Engine:
 def resident(engine: Engine) -> list[torch.Tensor]:
     """What lives between two steps."""
     shards, optimizer = engine.parts.shards, engine.parts.optimizer
-    kept = [tensor for flat in shards.all() for tensor in (flat.data, flat.grad, flat.master)]
-    for state in optimizer.states():
-        kept += [tensor for tensor in state.values() if isinstance(tensor, torch.Tensor)]
-    return kept
+    kept: list[Any] = [
+        t for f in shards.all() for t in (f.data, f.shard, f.grad, f.owned_grad, f.master)
+    ]
+    kept += [value for state in optimizer.states() for value in state.values()]
+    return [tensor for tensor in kept if isinstance(tensor, torch.Tensor)]
 
 
 def lower_bound(grid: Grid) -> dict[str, int]:

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 VOCAB, WIDTH, LAYERS, HEADS, FFN, SEQ = 256, 256, 8, 8, 768, 256
 BATCH, MICRO = 32, 2
+
+
+class Size(NamedTuple):
+    """Of the model and of a batch."""
+
+    width: int = WIDTH
+    num_layers: int = LAYERS
+    ffn_width: int = FFN
+    seq_len: int = SEQ
+    batch: int = BATCH
+
+
+USUAL = Size()
 
 
 def rotate(x: Tensor) -> Tensor:
@@ -23,13 +38,14 @@ def rotate(x: Tensor) -> Tensor:
 class Block(nn.Module):
     """Attention and SwiGLU, each behind an RMSNorm."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: Size = USUAL) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.RMSNorm(WIDTH, eps=1e-5), nn.RMSNorm(WIDTH, eps=1e-5)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
-        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.gate_up = nn.Linear(WIDTH, 2 * FFN, bias=False)
-        self.down = nn.Linear(FFN, WIDTH, bias=False)
+        width, ffn = size.width, size.ffn_width
+        self.norm1, self.norm2 = nn.RMSNorm(width, eps=1e-5), nn.RMSNorm(width, eps=1e-5)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.gate_up = nn.Linear(width, 2 * ffn, bias=False)
+        self.down = nn.Linear(ffn, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[b, s, d]`` to the same."""
@@ -45,13 +61,14 @@ class Block(nn.Module):
 class Reference:
     """One process, all cores: forward and backward by microbatch, then a fused AdamW step."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: Size = USUAL) -> None:
         torch.manual_seed(0)
+        self.size = size
         self.model = nn.Sequential(
-            nn.Embedding(VOCAB, WIDTH),
-            *(Block() for _ in range(LAYERS)),
-            nn.RMSNorm(WIDTH, eps=1e-5),
-            nn.Linear(WIDTH, VOCAB, bias=False),
+            nn.Embedding(VOCAB, size.width),
+            *(Block(size) for _ in range(size.num_layers)),
+            nn.RMSNorm(size.width, eps=1e-5),
+            nn.Linear(size.width, VOCAB, bias=False),
         )
         for parameter in self.model.parameters():
             if parameter.ndim == 2:
@@ -60,7 +77,7 @@ class Reference:
 
     def step(self, number: int, rank: int = 0, ranks: int = 1) -> float:
         """Train on one batch, or on a rank's share of it; returns the loss per token."""
-        x, target = (part.chunk(ranks)[rank] for part in batch(number))
+        x, target = (part.chunk(ranks)[rank] for part in batch(number, self.size))
         total = 0.0
         for part, wanted in zip(x.split(MICRO), target.split(MICRO), strict=True):
             logits = self.model(part)
@@ -73,10 +90,10 @@ class Reference:
         return total / target.numel()
 
 
-def batch(number: int) -> tuple[Tensor, Tensor]:
+def batch(number: int, size: Size = USUAL) -> tuple[Tensor, Tensor]:
     """``[32, 256]`` ids and the next ones: sequences that count up by a constant."""
     generator = torch.Generator().manual_seed(number)
-    first = torch.randint(VOCAB, (BATCH, 1), generator=generator)
-    by = torch.randint(1, 8, (BATCH, 1), generator=generator)
-    tokens = (first + by * torch.arange(SEQ + 1)) % VOCAB
+    first = torch.randint(VOCAB, (size.batch, 1), generator=generator)
+    by = torch.randint(1, 8, (size.batch, 1), generator=generator)
+    tokens = (first + by * torch.arange(size.seq_len + 1)) % VOCAB
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
