@@ -11,6 +11,7 @@ from torch import nn
 
 from parallel3d import Engine, Grid, Topology
 from parallel3d.memory import memory
+from parallel3d.optim import Lamb
 from tests.engine.cases import WIDTH, same, train
 from tests.engine.offload_cases import made, places, run_of
 from tests.world import run_on
@@ -62,6 +63,20 @@ def frozen_away(topology: Topology, folder: Path) -> None:
     assert train(other, [2, 3]) == train(here, [2, 3])
     assert memory(away.parts).parameters == 0 < memory(here.parts).parameters
     assert memory(other.parts).optimizer == 0 < memory(away.parts).optimizer
+
+
+def whole_optimizer_away(topology: Topology) -> None:
+    """Of an optimizer that sees whole parameters, the values only leave the device."""
+    options: dict[str, Any] = {"optimizer": Lamb, "zero": 3, "precision": "bf16"}
+    here, away = made(topology, **options), made(topology, offload={"parameters": "cpu"}, **options)
+    assert run_of(away)[0] == run_of(here)[0]
+    assert all(flat.bring is not None for flat in away.parts.shards.held())
+    with pytest.raises(ValueError, match="offload.optimizer = cpu is for elementwise optimizers"):
+        made(topology, offload={"optimizer": "cpu"}, **options)
+
+
+def test_parameters_on_the_host_with_an_optimizer_that_is_not_elementwise() -> None:
+    run_on(Grid(dp=2), whole_optimizer_away)
 
 
 def test_frozen_parameters_and_checkpoints_with_parameters_on_the_host(tmp_path: Path) -> None:

@@ -268,3 +268,10 @@ def test_a_product_that_somebody_else_sends_is_made_again_and_sent_again(tmp_pat
     finally:
         dist.destroy_process_group()
     assert again["allreduce_"] == 1 and again["mm"] == 1, "the first product, not the second"
+
+
+def test_a_copy_in_another_shape_is_not_kept() -> None:
+    stage = stage_of([Apply(lambda x: x.t().reshape(-1).sin())], "selective")
+    with Live() as live:
+        stage.forward(0, torch.randn(ROWS, WIDTH, requires_grad=True), seed=0)
+        assert live.bytes() == HIDDEN
