@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -188,3 +189,17 @@ def test_a_pending_result_is_made_once() -> None:
 
     pending = Pending(make)
     assert pending.wait() is pending.wait() and len(made) == 1
+
+
+def test_a_communication_that_is_over_holds_nothing_of_what_was_sent() -> None:
+    sent, result = torch.zeros(3), torch.ones(3)
+    alive = weakref.ref(sent)
+
+    def pending(sent: Tensor) -> Pending:
+        return Pending(lambda: result if len(sent) else sent, lambda: bool(len(sent)))
+
+    mine = pending(sent)
+    del sent
+    assert alive() is not None and mine.ready()
+    assert mine.wait() is result and alive() is None
+    assert mine.ready() and mine.wait() is result
