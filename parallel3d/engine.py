@@ -154,7 +154,7 @@ class Engine:
         _check(reduce_dtype, precision, max_grad_norm)
         _check_zero(zero, zero_reduce, gather_budget, shard_size, topology.dp.size)
         given["offload"] = offloaded = Offload.of(offload)
-        _refuse_offload(offloaded)
+        _check_offload(offloaded, zero)
         self.scaler = LossScaler.of(precision, fp16)
         options = Options(**{each.name: given[each.name] for each in fields(Options)})
         self.topology, self.seed = topology, seed
@@ -383,6 +383,9 @@ def _check(reduce_dtype: str | None, precision: str, max_grad_norm: float | None
         )
 
 
-def _refuse_offload(asked: Offload) -> None:
-    if asked.parameters != "none":
-        raise ValueError(f"offload.parameters = {asked.parameters} is not built yet: leave it none")
+def _check_offload(asked: Offload, zero: int) -> None:
+    if asked.parameters != "none" and zero != 3:
+        raise ValueError(
+            f"offload.parameters = {asked.parameters}, but zero = {zero} keeps parameters whole on "
+            f"the device: use zero=3, or offload.parameters=none"
+        )

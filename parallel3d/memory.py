@@ -26,7 +26,8 @@ def memory(parts: Parts) -> Memory:
     What lives in the host's memory instead of the device's, or on disk, is not counted.
     """
     shards = parts.shards
-    held = [flat.shard if shards.keeps_owned else flat.data for flat in shards.held()]
+    here = [flat for flat in shards.held() if flat.bring is None]
+    held = [flat.shard if shards.keeps_owned else flat.data for flat in here]
     frozen = {
         parameter
         for unit in parts.units

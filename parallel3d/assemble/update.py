@@ -16,6 +16,7 @@ from ..optim.rules import rule_of
 from ..optim.whole import Rule, WholeOptimizer, options_of
 from ..topology import Axis, Topology
 from ..zero.disk import DiskStore
+from ..zero.parameters import keep_on_host
 from ..zero.shards import Shards
 from ..zero.store import Store
 from ..zero.updates import HostUpdates
@@ -82,14 +83,21 @@ def make_optimizer(
 
     Raises OSError or RuntimeError, on every rank, where a rank's disk cannot take its state.
     """
-    if rule is not None:
-        whole = options_of(options.optimizer, groups)
-        return WholeOptimizer(rule, shards.trained(), whole, topology.tp, options.lr_schedule)
+    trained = shards.trained()
 
-    def make() -> ShardedOptimizer:
-        apart = _apart(shards, topology, options, host)
-        made = (options.optimizer, shards.trained(), groups, options.lr_schedule)
-        return ShardedOptimizer(*made, apart)
+    def make() -> ShardedOptimizer | WholeOptimizer:
+        optimizer: ShardedOptimizer | WholeOptimizer
+        if rule is not None:
+            whole = options_of(options.optimizer, groups)
+            optimizer = WholeOptimizer(rule, trained, whole, topology.tp, options.lr_schedule)
+        else:
+            apart = _apart(shards, topology, options, host)
+            made = (options.optimizer, trained, groups, options.lr_schedule)
+            optimizer = ShardedOptimizer(*made, apart)
+        if options.offload.parameters == "cpu":
+            store = Store(pinned=topology.device.type == "cuda")
+            keep_on_host(shards.held_by_unit(), store, host)
+        return optimizer
 
     if options.offload.optimizer != "disk":
         return make()

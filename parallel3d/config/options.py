@@ -20,7 +20,7 @@ ScheduleName = Literal[
 ]
 
 BUILT: dict[str, tuple[Any, ...]] = {
-    "offload.parameters": ("none",),
+    "offload.parameters": ("none", "cpu"),
 }
 """The values that work, by key; the last one is the nearest to a value that does not."""
 

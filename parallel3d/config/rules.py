@@ -244,6 +244,12 @@ def _offload(config: Config) -> None:
             f"offload.path = {path}, but nothing goes to disk: set offload.optimizer=disk, or "
             f"offload.path=null"
         )
+    if config.offload.parameters == "cpu" and config.zero.stage != 3:
+        raise ValueError(
+            f"offload.parameters = {config.offload.parameters}, but zero.stage = "
+            f"{config.zero.stage} keeps parameters whole on the device: set zero.stage=3, or "
+            f"offload.parameters=none"
+        )
 
 
 def _targets(config: Config) -> None:

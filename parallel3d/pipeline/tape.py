@@ -3,9 +3,10 @@
 [Note: replay] The first forward notes the results of these operations, in order; the repeated one
 does everything else again and is given each of them in its turn. So the graph that it makes is that
 of a whole repeat, with the same bits. A result that somebody has written into since is not given
-but made again: its version tells. A collective writes without a new version. Ours are
-noted themselves, after the product that they work on, and both are given or both made again;
-whoever sends by other ways takes what was noted of the same memory with him.
+but made again: its version tells. A product of more than two dims is a view, unsafe in torch's
+word: it lies in the memory of a flat one, and has versions of its own. A collective writes without
+a new version. Both are noted themselves, and all that was noted of one memory is given, or all made
+again; whoever sends by other ways takes what was noted of the same memory with him.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..topology import Axis
 
-PRODUCTS = frozenset("mm addmm bmm baddbmm addbmm linear convolution _scaled_mm".split())
+PRODUCTS = frozenset(
+    "mm addmm bmm baddbmm addbmm linear convolution _scaled_mm _unsafe_view".split()
+)
 ATTENTION = "_scaled_dot_product_"
 
 
@@ -35,14 +38,29 @@ class Entry:
         self.func = func
         self.leaves: list[Any] | None = [_apart(leaf) for leaf in leaves]
         self.versions = _versions(self.leaves)
+        self.group = [ref(self)]  # no more than referred to: a ring would outlive its use
 
     def is_current(self) -> bool:
-        """Whether nobody has written into it."""
-        return self.leaves is not None and _versions(self.leaves) == self.versions
+        """Whether nobody has written into it, by any of the names of its memory."""
+        group = [each() for each in self.group]
+        return all(entry is not None and entry._is_unwritten() for entry in group)
+
+    def join(self, others: Sequence[Entry]) -> bool:
+        """Be one of the group of those that lie in the same memory; whether there are any."""
+        own = {_address(leaf) for leaf in self.leaves or () if _is_tensor(leaf)}
+        for other in others:
+            if other.lies_in(own):
+                self.group = other.group
+                self.group.append(ref(self))
+                return True
+        return False
 
     def lies_in(self, storages: set[int]) -> bool:
         """Whether any of it is in one of these."""
         return any(_address(leaf) in storages for leaf in self.leaves or () if _is_tensor(leaf))
+
+    def _is_unwritten(self) -> bool:
+        return self.leaves is not None and _versions(self.leaves) == self.versions
 
     def lift(self) -> list[Tensor]:
         """Its tensors, to each of which it only refers from now on."""
@@ -75,14 +93,20 @@ class Tape:
         """Note the results of what is done in here."""
         with self._heard(_Record(self)):
             yield
-        for entry in self.entries:
-            if not entry.is_current():
-                entry.leaves = None
+        self._forget_written()
+
+    def note(self, func: Any, result: Any) -> None:
+        """Keep a result; of a view only if it is one of what is kept."""
+        entry = Entry(func, result)
+        if not entry.join(self.entries) and func is torch.ops.aten._unsafe_view.default:
+            entry.leaves = None
+        self.entries.append(entry)
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
         """Give the results to what is done in here. Raises RuntimeError if that is other things."""
         self.playing = True
+        self._forget_written()
         with self._heard(_Replay(self)):
             yield
         if self.entries:
@@ -107,12 +131,11 @@ class Tape:
     def knows(self, result: Tensor) -> bool:
         """As a memo of the axes (see ``comm.memo``)."""
         if not self.playing:
-            self.entries.append(Entry(Tape.knows, result))
+            self.note(Tape.knows, result)
             return False
         entry = self.take(Tape.knows)
-        if not entry.is_current():
+        if entry.leaves is None:
             return False
-        assert entry.leaves is not None
         if _address(entry.leaves[0]) != _address(result):
             result.copy_(entry.leaves[0])
         return True
@@ -126,6 +149,10 @@ class Tape:
         for entry in self.entries:
             if entry.lies_in(written):
                 entry.leaves = None
+
+    def _forget_written(self) -> None:
+        for entry in [entry for entry in self.entries if not entry.is_current()]:
+            entry.leaves = None
 
     @contextmanager
     def _heard(self, mode: TorchDispatchMode) -> Iterator[None]:
@@ -148,7 +175,7 @@ class _Record(TorchDispatchMode):
             self.tape.sends([leaf for leaf in tree_leaves((args, kwargs)) if _is_tensor(leaf)])
         result = func(*args, **kwargs)
         if _keeps(func, args, kwargs):
-            self.tape.entries.append(Entry(func, result))
+            self.tape.note(func, result)
         return result
 
 
@@ -161,8 +188,7 @@ class _Replay(TorchDispatchMode):
         kwargs = kwargs or {}
         if _keeps(func, args, kwargs):
             entry = self.tape.take(func)
-            if entry.is_current():
-                assert entry.leaves is not None
+            if entry.leaves is not None:
                 return tree_unflatten(entry.leaves, entry.spec)
         return func(*args, **kwargs)
 

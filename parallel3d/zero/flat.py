@@ -81,7 +81,8 @@ class Flat:
     ``release`` only, and parameters have values from ``show`` to ``hide``.
 
     Masters may live away from the device: then ``away`` copies them to the values, and while an
-    update is being made there ``coming`` waits until it has done so.
+    update is being made there ``coming`` waits until it has done so. So may the shards of stage 3:
+    then ``bring`` copies them to their place in ``data``.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class Flat:
             self.data, self.shard, self.master = of.data, of.shard, of.master
             of.users.append(self)
         self.away: Callable[[], None] | None = None
+        self.bring: Callable[[], None] | None = None
         self.coming: Callable[[], None] | None = None
         self.grad: Tensor | None = None
         self._blank: Tensor | None = None
@@ -180,6 +182,22 @@ class Flat:
         for flat in self.users:
             flat.master = to
 
+    def move_shard(
+        self, to: Tensor, *, bring: Callable[[], None], away: Callable[[], None]
+    ) -> None:
+        """Keep the owned values in other memory, from which ``bring`` copies them into ``data``.
+
+        Frozen ones are their own masters. Others stay where they are: ``away`` brings those on the
+        device to the values.
+        """
+        to.copy_(self.shard)
+        frozen = not self.slots[0].held.parameter.requires_grad
+        if self.away is None:
+            self.away = None if frozen else away
+        for flat in self.users:
+            flat.shard, flat.master = to, to if frozen else flat.master
+        self.bring = bring
+
     def publish(self) -> bool:
         """Bring the masters to the values; False where a coming update will do so itself."""
         if self.coming is not None:
@@ -228,7 +246,10 @@ class Flat:
     def gather(self, tag: str) -> Pending:
         """Give ``data`` memory, and start to fill it from everyone's ``shard``."""
         self._resize(self.nbytes)
-        return start_all_gather(self.shard, self.data, self.axis, tag=tag)
+        if self.bring is None:
+            return start_all_gather(self.shard, self.data, self.axis, tag=tag)
+        self.bring()
+        return start_all_gather(self.data[slice(*self.owned)], self.data, self.axis, tag=tag)
 
     def release(self) -> None:
         """Free the memory of ``data``, into which no gather may be under way."""

@@ -103,6 +103,12 @@ class Shards:
         """Every flat buffer with values: trained ones, and where they are sharded frozen ones."""
         return [*self.trained(), *(flat for unit in sorted(self.kept) for flat in self.kept[unit])]
 
+    def held_by_unit(self) -> dict[int, list[Flat]]:
+        """As ``held``, of each unit that has some."""
+        units = sorted({*self.flats, *self.kept})
+        both = {u: [*self.flats.get(u, ()), *self.kept.get(u, ())] for u in units}
+        return {unit: [flat for flat in both[unit] if flat.of is None] for unit in units}
+
     def begin(self, uses: Sequence[int], num_microbatches: int, training: bool) -> None:
         """Of a program that uses these units' parameters, in order."""
         self.values.begin(uses, training)

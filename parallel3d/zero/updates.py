@@ -94,9 +94,14 @@ class HostUpdates:
                 flat.coming = lambda made=made: self._up.follow(made.result())
 
     def _publish(self, flat: Flat) -> None:
-        values = flat.updated_values
-        start_copy(flat.master.to(values.dtype), values, self._host, tag="masters")()
+        self._upward(flat, flat.master.to(flat.updated_values.dtype), "masters")()
         self.store.release(self._unit_of[flat])
+
+    def _upward(self, flat: Flat, source: Tensor, tag: str) -> Copy:
+        values = flat.updated_values
+        if flat.bring is not None:  # the values are in the host's memory too
+            return partial(_copy, source, values)
+        return start_copy(source, values, self._host, tag=tag)
 
     def let_go(self, flat: Flat) -> None:
         """Its masters and their state have been looked at, and need not stay near."""
@@ -115,7 +120,7 @@ class HostUpdates:
             if values[flat].numel():
                 source = values[flat]
                 rounded.append((flat.master, source))
-            up.append(start_copy(source, flat.updated_values, self._host, tag=tag))
+            up.append(self._upward(flat, source, tag))
         return Turn(unit, down, gradients, update, rounded, up, slot)
 
     @torch.no_grad()
@@ -183,6 +188,10 @@ def _narrow(flat: Flat) -> Tensor:
     """The values that are updated, where masters must be rounded to become them; else nothing."""
     values = flat.updated_values
     return values if values.dtype != flat.master.dtype else values[:0]
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    target.copy_(source)
 
 
 def _carve(buffer: Tensor, flats: Sequence[Flat], like: Sequence[Tensor]) -> dict[Flat, Tensor]:

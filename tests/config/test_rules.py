@@ -46,7 +46,7 @@ def test_a_broken_rule_names_value_rule_and_way_out(override: str, message: str)
 
 
 NOT_BUILT = {
-    "offload.parameters=cpu": "offload.parameters=none",
+    "offload.parameters=disk": "offload.parameters=cpu",
 }
 
 

@@ -104,11 +104,11 @@ def step_counts(of: Engine) -> set[float]:
     return {float(state["step"]) for state in of.parts.optimizer.states()}
 
 
-def save_both(topology: Topology, folder: Path) -> Any:
-    """Three steps under ZeRO 0 and 1, a checkpoint of each, two more steps."""
+def save_each(topology: Topology, folder: Path) -> Any:
+    """Three steps under each stage of ZeRO, a checkpoint of each, two more steps."""
     found = []
-    for zero in (0, 1):
-        mine = engine(topology, zero=zero)
+    for zero in range(4):
+        mine = engine(topology, zero=zero, zero_reduce="last")
         train(mine, 3)
         mine.save(folder / f"{topology.grid}-{zero}", note="kept")
         state = whole(mine)

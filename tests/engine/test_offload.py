@@ -10,41 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parallel3d import Engine, Grid, Topology
+from parallel3d import Grid, Topology
 from tests.engine import state_cases
-from tests.engine.cases import WIDTH, batch, engine, same, share, train
+from tests.engine.cases import WIDTH, batch, blocks, engine, same, train
+from tests.engine.offload_cases import made, places, run_of
 from tests.world import run_on
-
-ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95), fused=True)
-PLACES: tuple[dict[str, str], ...] = ({"optimizer": "cpu"}, {"optimizer": "disk"})
-
-
-def groups(name: str, parameter: Tensor) -> dict[str, Any]:
-    return {"weight_decay": 0.1 if parameter.ndim > 1 else 0.0}
-
-
-def places(folder: Path) -> list[dict[str, str]]:
-    return [{"optimizer": "cpu"}, {"optimizer": "disk", "path": str(folder)}]
-
-
-def made(topology: Topology, model: nn.Sequential | None = None, **options: Any) -> Engine:
-    """Two groups, a schedule of the rate, and clipping."""
-    defaults = {
-        "optimizer": ADAMW,
-        "param_groups": groups,
-        "lr_schedule": lambda step: 1 / (1 + step),
-        "max_grad_norm": 0.5,
-    }
-    return engine(topology, model, **{**defaults, **options})
-
-
-def run_of(of: Engine) -> Any:
-    """Three steps, one that is skipped and two more: what was told, and what came of it."""
-    told = [train(of, 3)]
-    x, target = share(of.topology, *batch(3, dtype=torch.float64))
-    told.append([repr(of.train_step(x * torch.nan, target))])
-    told.append(train(of, [4, 5]))
-    return told, of.state_dict_whole()
 
 
 def as_on_the_device(topology: Topology, folder: Path, cases: list[dict[str, Any]]) -> None:
@@ -74,6 +44,7 @@ CASES += [
     {"zero": 3, "precision": "bf16", "gather_budget": 1},
     {"zero": 2, "precision": "fp32", "zero_reduce": "last"},
     {"zero": 3, "precision": "fp16", "shard_size": 1},
+    {"zero": 3, "precision": "bf16", "tied": [("0.up.weight", "3.up.weight")]},
 ]
 
 
@@ -207,7 +178,8 @@ def test_moments_in_bf16_resume_exactly(tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_does_not_fit_leaves_state_as_it_was(tmp_path: Path) -> None:
     with Topology.init() as topology:
-        other = engine(topology, state_cases.model(topology), loss_fn=state_loss)
+        other = made(topology, blocks(topology, 2))
+        train(other, 1)
         other.save(tmp_path / "other")
         for place in places(tmp_path):
             mine, twin = made(topology, offload=place), made(topology)
@@ -216,10 +188,6 @@ def test_a_checkpoint_that_does_not_fit_leaves_state_as_it_was(tmp_path: Path) -
                 mine.load(tmp_path / "other")
             assert train(mine, [2, 3]) == train(twin, [2, 3])
             assert same(mine.state_dict_whole(), twin.state_dict_whole())
-
-
-def state_loss(output: Tensor, target: Tensor) -> Tensor:
-    return output.sum()
 
 
 def test_a_checkpoint_of_before_the_first_step_starts_from_nothing(tmp_path: Path) -> None:
@@ -255,24 +223,6 @@ def test_an_evaluation_and_a_step_that_failed_come_while_the_update_goes_on(
                 mine.train_step([(x, target), (x, target * torch.nan)])
             assert (mine.eval_step(x, target).loss, train(mine, 2)) == expected
             assert same(mine.state_dict_whole(), twin.state_dict_whole())
-
-
-def test_an_error_in_an_update_is_raised_where_the_unit_is_needed() -> None:
-    broken: list[bool] = []
-
-    class Breaks(torch.optim.AdamW):
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            if broken:
-                raise RuntimeError("broken")
-            super().step(closure)
-
-    with Topology.init() as topology:
-        mine = engine(topology, optimizer=Breaks, offload={"optimizer": "cpu"})
-        broken.append(True)
-        train(mine, 1)
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match="broken"):
-                train(mine, [1])
 
 
 def test_offload_on_a_rank_that_trains_nothing() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from parallel3d import Grid, Topology
 from tests.engine.cases import blocks, same, train
-from tests.engine.test_offload import made
+from tests.engine.offload_cases import made
 from tests.world import RankFailed, run_on
 
 STEPS, EVERY, KILLS = 40, 3, 10

@@ -11,7 +11,7 @@ from torch import Tensor, nn, ones
 
 from parallel3d import Engine, Grid, Topology
 from tests.engine.cases import blocks, same, train
-from tests.engine.test_offload import ADAMW, made, places
+from tests.engine.offload_cases import ADAMW, made, places
 from tests.live import resident_bytes
 from tests.world import run_on
 
@@ -59,11 +59,20 @@ def save_and_load(topology: Topology, folder: Path) -> None:
     unit, x = store.nbytes // 8, ones(2, 200)
     for _ in range(2):
         mine.train_step(x, x)
-    for act in (mine.save, mine.load):
-        act(folder / "saved")
-        assert resident_bytes(str(folder / "scratch")) <= unit
+    shards, seen = mine.parts.shards, [0]
+    publish = shards.publish
+
+    def look() -> None:
+        seen.append(resident_bytes(str(folder / "scratch")))
+
+    shards.publish = lambda: (look(), publish())[1]  # type: ignore[method-assign]
+    mine.save(folder / "saved")
+    look()
+    mine.load(folder / "saved")  # looks when it is filled
+    look()
     mine.state_dict_whole()
-    assert resident_bytes(str(folder / "scratch")) <= unit
+    look()
+    assert len(seen) == 5 and max(seen) <= unit
 
 
 def test_a_checkpoint_of_state_on_disk_leaves_none_of_it_resident(tmp_path: Path) -> None:

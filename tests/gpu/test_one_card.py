@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from tests.world import run_on
 pytestmark = pytest.mark.gpu
 
 
-def losses(topology: Topology) -> list[tuple[float, float]]:
+def losses(topology: Topology, **options: Any) -> list[tuple[float, float]]:
     """Three steps of a small model; loss and gradient norm of each."""
 
     def block() -> nn.Sequential:
@@ -32,6 +34,7 @@ def losses(topology: Topology) -> list[tuple[float, float]]:
         num_microbatches=2,
         precision="fp64",
         max_grad_norm=1.0,
+        **options,
     )
     x = torch.randn(8, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     share = torch.tensor_split(x, topology.dp.size)[topology.dp.rank]
@@ -43,6 +46,23 @@ def losses(topology: Topology) -> list[tuple[float, float]]:
 def test_ranks_on_one_card_train_to_the_numbers_of_a_cpu(grid: Grid) -> None:
     expected = run_on(Grid(), losses)[0]
     for seen in run_on(grid, losses, device="cuda", timeout=120):
+        torch.testing.assert_close(
+            torch.tensor(seen, dtype=torch.float64),
+            torch.tensor(expected, dtype=torch.float64),
+            rtol=1e-10,
+            atol=0,
+        )
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+def test_offload_on_a_card_gives_the_numbers_of_a_cpu(
+    where: str, zero: int, tmp_path: Path
+) -> None:
+    expected = run_on(Grid(), losses)[0]
+    offload = {"optimizer": where, "path": str(tmp_path) if where == "disk" else None}
+    offload["parameters"] = "cpu" if zero == 3 else "none"
+    for seen in run_on(Grid(dp=2), losses, device="cuda", timeout=120, zero=zero, offload=offload):
         torch.testing.assert_close(
             torch.tensor(seen, dtype=torch.float64),
             torch.tensor(expected, dtype=torch.float64),

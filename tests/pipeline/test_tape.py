@@ -118,6 +118,15 @@ def into_a_buffer(x: Tensor) -> Tensor:
 IN_PLACE: dict[str, Callable[[], list[nn.Module]]] = {
     "relu": lambda: [nn.Sequential(linear(), nn.ReLU(inplace=True), linear())],
     "scaled": lambda: [nn.Sequential(linear(), Apply(lambda x: x.mul_(3)), nn.Tanh(), linear())],
+    "scaled, of more dims": lambda: [
+        nn.Sequential(
+            Apply(lambda x: x[None]),
+            nn.Linear(WIDTH, WIDTH, bias=False),
+            Apply(lambda x: x.mul_(3)),
+            nn.Tanh(),
+            Apply(lambda x: (x @ x.transpose(1, 2)).mul_(2).exp() @ x),
+        )
+    ],
     "through a view": lambda: [
         nn.Sequential(linear(), Apply(lambda x: x[1:].mul_(3) + x[:2]), linear())
     ],
@@ -137,16 +146,28 @@ def test_a_product_written_into_is_made_again(case: str) -> None:
     assert agree(*found)
 
 
-def test_a_product_that_a_later_unit_writes_into_is_made_again() -> None:
-    units = lambda: [linear(), Apply(lambda x: x.mul_(2) + 1), linear()]  # noqa: E731
-    selective = Activations("selective", every=2)
-    again = by_stage(made(units), hidden(), recompute=selective)
-    assert agree(again, by_stage(made(units), hidden()))
+@pytest.mark.parametrize(("bias", "product"), [(True, "addmm"), (False, "mm")])
+def test_a_product_that_a_later_unit_writes_into_is_made_again(bias: bool, product: str) -> None:
+    def units() -> list[nn.Module]:
+        first, last = nn.Linear(WIDTH, WIDTH, bias), nn.Linear(WIDTH, WIDTH, bias)
+        # What follows the product in its unit needs the product's value.
+        return [
+            nn.Sequential(first, Apply(lambda x: (x, x.sin()))),
+            Apply(lambda x: x[0].mul_(2) + x[1]),
+            last,
+        ]
+
+    selective, x = Activations("selective", every=2), sequences()
+    full = Activations("full", every=2)
+    assert agree(*(by_stage(made(units), x, recompute=each) for each in (selective, full)))
     stage = stage_of(made(units), selective)
-    output = stage.forward(0, hidden(), seed=0)
-    with Seen() as seen:
-        stage.backward(0, gradients_for(output))
-    assert seen.count["addmm"] == 1, "that of the first unit, and not that of the last"
+    output = stage.forward(0, x, seed=0)
+    for segment in stage._kept.pop(0):
+        with Seen() as seen:
+            segment.prepare()
+        made_again = 1 if segment.unit.number == 0 else 0
+        assert seen.count[product] == made_again, "that of the first unit, and not of the last"
+    del output
 
 
 class Moody(nn.Module):
@@ -247,3 +268,10 @@ def test_a_product_that_somebody_else_sends_is_made_again_and_sent_again(tmp_pat
     finally:
         dist.destroy_process_group()
     assert again["allreduce_"] == 1 and again["mm"] == 1, "the first product, not the second"
+
+
+def test_a_copy_in_another_shape_is_not_kept() -> None:
+    stage = stage_of([Apply(lambda x: x.t().reshape(-1).sin())], "selective")
+    with Live() as live:
+        stage.forward(0, torch.randn(ROWS, WIDTH, requires_grad=True), seed=0)
+        assert live.bytes() == HIDDEN
