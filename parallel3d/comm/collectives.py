@@ -25,32 +25,29 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 class Pending:
-    """A communication under way: ``wait()`` gives its result, and may be called once or more.
+    """A communication under way: ``wait()`` gives its result, and may be called once or more."""
 
-    ``ready()`` says whether what was sent has arrived, so that a wait would not last.
-    """
-
-    def __init__(
-        self, wait: Callable[[], Tensor], ready: Callable[[], bool] = lambda: True
-    ) -> None:
+    def __init__(self, wait: Callable[[], Tensor]) -> None:
         self._wait: Callable[[], Tensor] | None = wait
         self._result: Tensor | None = None
-        self._ready: Callable[[], bool] | None = ready
 
     @classmethod
     def done(cls, result: Tensor) -> Pending:
         """Nothing to wait for."""
-        return cls(lambda: result)
+        pending = cls(lambda: result)
+        pending.wait()
+        return pending
 
-    def ready(self) -> bool:
-        """Ask without waiting."""
-        return self._ready is None or self._ready()
+    @property
+    def is_over(self) -> bool:
+        """Whether it has been waited for: unlike arrival, the same on ranks that do the same."""
+        return self._wait is None
 
     def wait(self) -> Tensor:
         """Block (the CPU on gloo, the current stream on NCCL) until the result is there."""
         if self._wait is not None:
             self._result = self._wait()
-            self._wait = self._ready = None  # they hold what was sent
+            self._wait = None  # it holds what was sent
         assert self._result is not None
         return self._result
 
@@ -93,7 +90,7 @@ def start_reduce_scatter(
         pending = _pending(work, axis, "reduce_scatter", tag, landing)
         if landing is out:
             return pending
-        return Pending(lambda: out.copy_(pending.wait()), pending.ready)
+        return Pending(lambda: out.copy_(pending.wait()))
     parts = torch.empty_like(x)
     work = dist.all_to_all_single(parts, x, group=axis.group, async_op=True)
 
@@ -107,7 +104,7 @@ def start_reduce_scatter(
             out.add_(part)
         return out
 
-    return Pending(wait, work.is_completed)
+    return Pending(wait)
 
 
 def start_all_gather(owned: Tensor, out: Tensor, axis: Axis, *, tag: str = "") -> Pending:
@@ -235,4 +232,4 @@ def _pending(work: Any, axis: Axis, kind: str, tag: str, result: Tensor) -> Pend
         record(axis, kind, tag, "wait")
         return result
 
-    return Pending(wait, work.is_completed)
+    return Pending(wait)

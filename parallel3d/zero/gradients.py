@@ -150,12 +150,7 @@ class Gradients:
                 self._over_replicas(flat.owned_grad, unit)
             return flat.owned_grad
 
-        def ready() -> bool:
-            # What follows over the replicas must be in one order on all ranks.
-            first = self.replicas.size == 1 and (before is None or before.ready())
-            return first and sent.ready()
-
-        pending = self._latest[flat] = Pending(wait, ready)
+        pending = self._latest[flat] = Pending(wait)
         if final:
             self._sums[flat] = pending
         return pending

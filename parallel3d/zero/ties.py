@@ -56,15 +56,16 @@ class Ties:
         self._moving: dict[tuple[str, int], Pending] = {}
 
     def advance(self, reducing: Mapping[Flat, Pending], last: bool = False) -> None:
-        """Start, in turn, what can be started without a wait; if ``last``, everything.
+        """Start, in turn, what has been reduced; if ``last``, everything.
 
-        ``reducing`` has the reductions that are under way.
+        ``reducing`` has the reductions of the step. That they have been waited for counts, not that
+        they have arrived: else ranks would start the same communications in different orders.
         """
         for unit, tie in self._turns[len(self._moving) :]:
             flat = tie.flats.get(unit)
             if flat is None:
                 shard = torch.empty_like(tie.home.owned_grad)
-            elif last or (flat in reducing and reducing[flat].ready()):
+            elif last or (flat in reducing and reducing[flat].is_over):
                 shard = reducing[flat].wait()
             else:
                 return

@@ -32,7 +32,7 @@ def speak(topology: Topology) -> Any:
         if ends is not None:
             assert ends.name == "pp" and ends.ranks[ends.rank] == mine.rank
             pending = start_broadcast(value, ends, 1)
-            assert pending.wait() is value and pending.ready()
+            assert pending.wait() is value and pending.is_over
         else:
             broadcast(value, axes[1,])
         found = value.tolist(), ledger.bytes().get("pp", 0)
