@@ -196,10 +196,10 @@ def test_a_communication_that_is_over_holds_nothing_of_what_was_sent() -> None:
     alive = weakref.ref(sent)
 
     def pending(sent: Tensor) -> Pending:
-        return Pending(lambda: result if len(sent) else sent, lambda: bool(len(sent)))
+        return Pending(lambda: result if len(sent) else sent)
 
     mine = pending(sent)
     del sent
-    assert alive() is not None and mine.ready()
+    assert alive() is not None and not mine.is_over
     assert mine.wait() is result and alive() is None
-    assert mine.ready() and mine.wait() is result
+    assert mine.is_over and mine.wait() is result
