@@ -40,7 +40,7 @@ def test_a_repeated_block_lets_a_rank_do_one_thing_at_a_time(
     for one, other in pairwise(block):
         length = (costs.forward if one.is_forward else costs.input_grad)[one.stage]
         way = comm * (homes[one.stage] != homes[other.stage])
-        assert other.start >= one.start + length + way
+        assert other.start >= one.start + length + way - 1e-9
 
 
 def test_a_stretch_is_between_ranks_and_in_one_direction() -> None:
