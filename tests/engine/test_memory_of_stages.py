@@ -155,7 +155,7 @@ def expected(case: dict[str, Any], d: int) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("d", [2])
+@pytest.mark.parametrize("d", [2, 4])
 def test_peaks_of_each_kind_are_those_of_the_formulas(d: int) -> None:
     for found in run_on(d, peaks, cases=CASES):
         for case, (kept, paper) in zip(CASES, found, strict=True):

@@ -162,7 +162,8 @@ def resumed_in(topology: Topology, precision: str, folder: Path) -> None:
 
 @pytest.mark.report("TensorAuto/OpenTau#185")
 @pytest.mark.report("NVIDIA/apex#42")
-@pytest.mark.parametrize(("layout", "precision"), [("1x4x1", "bf16"), ("2x1x2", "fp16")])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("layout", ["1x4x1", "2x1x2"])
 def test_a_run_resumes_with_its_masters(layout: str, precision: str, tmp_path: Path) -> None:
     run_on(Grid.parse(layout), resumed_in, precision=precision, folder=tmp_path)
 

@@ -121,7 +121,7 @@ def of_schedules(topology: Topology) -> list[Any]:
     """Losses and weights of each optimizer in each precision, the same under every schedule."""
     schedules = ["1f1b", "zbv"] if topology.pp.size > 1 else ["1f1b"]
     kept = []
-    for name, precision in product(NAMES, ["fp64", "bf16"]):
+    for name, precision in product(NAMES, ["fp64", "bf16", "fp16"]):
         found = [trained(topology, name, schedule=s, precision=precision) for s in schedules]
         for _, losses, weights in found[1:]:
             assert losses == found[0][1] and same(weights, found[0][2])
