@@ -29,8 +29,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing import get_context
-from multiprocessing.connection import wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -47,9 +45,9 @@ from parallel3d.pipeline.schedules import NAMES, build
 from parallel3d.pipeline.simulate import Timeline, simulate
 from tools.bench.layouts import QUIET, RESULTS, busy_seconds, wait_until_quiet
 from tools.bench.pipeline_sides import TORCHS, Result, Work, rank_main
+from tools.bench.workers import StepError, ask, started
 
 WARMUP = 4  # steps of each side before the rounds; the last two are timed
-LIMIT = 120.0  # seconds in which a step must answer
 CORES = os.cpu_count() or 1
 COLUMNS = (
     "pp m schedule ours,ms torch,ms ratio spread cpu pipeline simulated bubble simulated of,1f1b "
@@ -83,41 +81,25 @@ class World:
 
     def step(self, side: str, schedule: str, number: int) -> list[Result]:
         """A step of one side on every rank; raises SideError, at once if a rank fails."""
-        for pipe in self.pipes:
-            pipe.send((side, schedule, number))
-        answers: dict[Any, Any] = {}
-        while missing := [pipe for pipe in self.pipes if pipe not in answers]:
-            ready = wait(missing, LIMIT)
-            for pipe in ready:
-                answers[pipe] = pipe.recv()
-                if isinstance(answers[pipe], str):
-                    raise SideError(side, schedule, answers[pipe])
-            if not ready:
-                raise SideError(side, schedule, f"no answer within {LIMIT:g} s")
-        return [answers[pipe] for pipe in self.pipes]
+        answers: dict[int, Any] = {}
+        try:
+            for rank, answer in ask(self.pipes, (side, schedule, number)):
+                if isinstance(answer, str):  # the others may wait for it for ever
+                    raise StepError(answer)
+                answers[rank] = answer
+        except StepError as error:
+            raise SideError(side, schedule, str(error)) from error
+        return [answers[rank] for rank in sorted(answers)]
 
 
 @contextmanager
 def world(work: Work) -> Iterator[World]:
     """Start the ranks, and end them whatever they do."""
-    context, workers, pipes = get_context("spawn"), [], []
     with TemporaryDirectory() as folder:
-        for rank in range(work.pp):
-            ours, theirs = context.Pipe()
-            arguments = (theirs, rank, f"file://{folder}/store", work)
-            workers.append(context.Process(target=rank_main, args=arguments, daemon=True))
-            workers[-1].start()
-            pipes.append(ours)
-        try:
+        store = f"file://{folder}/store"
+        ranks = [(rank_main, (rank, store, work)) for rank in range(work.pp)]
+        with started(ranks) as pipes:
             yield World(pipes)
-            for pipe in pipes:
-                pipe.send(None)
-            for worker in workers:
-                worker.join(10)
-        finally:
-            for worker in workers:
-                worker.kill()
-                worker.join()
 
 
 class Round(NamedTuple):

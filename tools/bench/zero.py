@@ -28,8 +28,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing import get_context
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -42,17 +41,13 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tools.bench.layouts import QUIET, RESULTS, busy_seconds, wait_until_quiet
 from tools.bench.plain import MICRO, VOCAB, Reference, Size
+from tools.bench.workers import StepError, ask, started
 from tools.bench.zero_sides import PEERS, STAGES, WARMUP, Result, rank_main
 
 RANKS = 2
-LIMIT = 120.0  # seconds in which a step must answer
 SIDES = ",".join((*STAGES, *PEERS))
 # Ratio to plain PyTorch and MB of a step on the usual workload.
 AIMS = {"ZeRO-1": (1.14, 56), "ZeRO-2 last": (1.10, 56), "ZeRO-3 last": (1.05, 84)}
-
-
-class SideError(RuntimeError):
-    """A side did not do a step; the reason."""
 
 
 class Round(NamedTuple):
@@ -91,45 +86,23 @@ class World:
         return seconds, cpu, loss
 
     def side(self, name: str, what: str, number: int) -> list[Result]:
-        """A step of a side on every rank; SideError at once if one fails."""
-        for pipe in self.ranks:
-            pipe.send((name, what, number))
-        answers: dict[Any, Any] = {}
-        while missing := [pipe for pipe in self.ranks if pipe not in answers]:
-            ready = wait(missing, LIMIT)
-            for pipe in ready:
-                answers[pipe] = pipe.recv()
-            if not ready:
-                raise SideError(f"no answer within {LIMIT:g} s")
+        """A step of a side on every rank; StepError if one fails, once all have answered."""
+        answers = dict(ask(self.ranks, (name, what, number)))
         for answer in answers.values():
             if isinstance(answer, str):
-                raise SideError(answer)
-        return [answers[pipe] for pipe in self.ranks]
+                raise StepError(answer)
+        return [answers[rank] for rank in sorted(answers)]
 
 
 @contextmanager
 def world(size: Size) -> Iterator[World]:
     """Start everybody, and end them whatever they do."""
-    context, workers, pipes = get_context("spawn"), [], []
     with TemporaryDirectory() as folder:
         store = f"file://{folder}/store"
-        targets: list[tuple[Any, tuple[Any, ...]]] = [(plain_main, (RANKS, size))]
-        targets += [(rank_main, (rank, RANKS, store, size)) for rank in range(RANKS)]
-        for target, arguments in targets:
-            ours, theirs = context.Pipe()
-            workers.append(context.Process(target=target, args=(theirs, *arguments), daemon=True))
-            workers[-1].start()
-            pipes.append(ours)
-        try:
+        mains: list[Any] = [(plain_main, (RANKS, size))]
+        mains += [(rank_main, (rank, RANKS, store, size)) for rank in range(RANKS)]
+        with started(mains) as pipes:
             yield World(pipes[0], pipes[1:])
-            for pipe in pipes:
-                pipe.send(None)
-            for worker in workers:
-                worker.join(10)
-        finally:
-            for worker in workers:
-                worker.kill()
-                worker.join()
 
 
 def contest(size: Size, names: Sequence[str], pairs: int) -> list[dict[str, Any]]:
@@ -141,7 +114,7 @@ def contest(size: Size, names: Sequence[str], pairs: int) -> list[dict[str, Any]
         for name in names:
             try:
                 warm_up(both, name, truth)
-            except SideError as error:
+            except StepError as error:
                 rows[name] = {"side": name, "not_run": str(error)}
         for number in range(WARMUP, WARMUP + pairs):
             for name in names:
@@ -162,7 +135,7 @@ def warm_up(both: World, name: str, truth: Sequence[float]) -> None:
         told = [result.loss for result in results]
         mean = told[0] if name in STAGES else statistics.fmean(told)
         if abs(mean - loss) > 1e-3 * abs(loss):
-            raise SideError(f"loss {mean:.5f} of step {number}, but plain PyTorch has {loss:.5f}")
+            raise StepError(f"loss {mean:.5f} of step {number}, but plain PyTorch has {loss:.5f}")
 
 
 def take(both: World, name: str, number: int) -> Round:
