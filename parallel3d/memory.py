@@ -58,7 +58,8 @@ def _optimizer(parts: Parts) -> list[Tensor]:
     if parts.shards.host is not None:
         return []
     states = [value for state in parts.optimizer.states() for value in state.values()]
-    masters = [f.master for f in parts.shards.trained() if f.master.dtype != f.data.dtype]
+    trained = parts.shards.trained()
+    masters = [f.master for f in trained if f.master.dtype != f.data.dtype or f.bring is not None]
     return [*masters, *(value for value in states if isinstance(value, Tensor))]
 
 

@@ -27,7 +27,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 # The first optimizer of a process imports torch._dynamo, which takes seconds.
 PRELOADED = (
     "torch torch.distributed torch.distributed.device_mesh torch._dynamo einops numpy pytest "
-    "parallel3d.topology"
+    "hypothesis tests.preload"
 )
 CONTEXT.set_forkserver_preload(PRELOADED.split())
 GRACE = 3.0  # seconds that the others have to end once a rank has failed

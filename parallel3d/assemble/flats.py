@@ -66,7 +66,8 @@ def reduces_each(topology: Topology, options: Options) -> bool:
 
 
 def _stage(topology: Topology, options: Options) -> int:
-    shares = (options.shard_size or topology.dp.size) > 1
+    # A rank alone shares nothing out, but parameters that leave the device come back by gathers.
+    shares = (options.shard_size or topology.dp.size) > 1 or options.offload.parameters != "none"
     return options.zero if shares else min(options.zero, 1)
 
 

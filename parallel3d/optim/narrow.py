@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from .bundle import Make, Options
 
 LARGEST_BETA = 1 - 2**-8
+FACTORS = {"betas", "alpha", "rho", "momentum"}
+SUMS = (torch.optim.Adagrad, torch.optim.ASGD)
 ELEMENTS = 64
 
 
@@ -28,18 +30,30 @@ def check_narrow(make: Make, groups: Sequence[Options], device: torch.device) ->
         parameter = nn.Parameter(torch.ones(ELEMENTS, device=device))
         optimizer = make([{**options, "params": [parameter]}])
         name = type(optimizer).__name__
-        _check_betas(name, optimizer.param_groups[0].get("betas", ()))
+        _check_sums(name, optimizer)
+        _check_factors(name, optimizer.param_groups[0])
         parameter.grad = torch.ones_like(parameter)
         optimizer.step()
         _check_state(name, optimizer.state[parameter], parameter)
 
 
-def _check_betas(name: str, betas: Sequence[float]) -> None:
-    if max(map(float, betas), default=0.0) > LARGEST_BETA:
+def _check_factors(name: str, options: Options) -> None:
+    for key in FACTORS & options.keys():
+        factors = options[key] if key == "betas" else (options[key],)
+        if max(map(float, factors)) > LARGEST_BETA:
+            raise ValueError(
+                f"{name} with {key} = {', '.join(map(str, factors))} and optim.state_dtype = "
+                f"bf16: a moving average with a factor above {LARGEST_BETA:.4f} stands still in "
+                f"bf16, so set a smaller optim.{key}, such as "
+                f"{'[0.9, 0.95]' if key == 'betas' else 0.95}, or optim.state_dtype=null"
+            )
+
+
+def _check_sums(name: str, optimizer: torch.optim.Optimizer) -> None:
+    if isinstance(optimizer, SUMS):
         raise ValueError(
-            f"{name} with betas = {tuple(map(float, betas))} and optim.state_dtype = bf16: a "
-            f"moving average with a factor above {LARGEST_BETA:.4f} stands still in bf16, so set "
-            f"smaller optim.betas, such as [0.9, 0.95], or optim.state_dtype=null"
+            f"{name} adds up what it keeps from the first step on, and optim.state_dtype = bf16: a "
+            f"long sum stands still in bf16, so set optim.state_dtype=null"
         )
 
 

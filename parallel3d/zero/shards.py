@@ -183,13 +183,14 @@ class Shards:
     def edit(self) -> Iterator[None]:
         """Inside, all parameters are there and may be written, on all ranks alike. Collective.
 
-        At the end each rank takes what it owns of them; before that nothing has changed.
+        At the end each rank takes what it owns of them and what was written there; before that
+        nothing has changed.
         """
         self.settle()
         with torch.no_grad():
             yield
             for flat in self.held():
-                flat.master.copy_(flat.data[slice(*flat.updated)])
+                _take(flat.data[slice(*flat.updated)], flat.master)
                 flat.accept()
         self.publish()
 
@@ -202,3 +203,9 @@ class Shards:
     def _note_versions(self) -> None:
         found = [pair for unit in self.fixed for pair in self.fixed[unit]]
         self._versions = {name: buffer._version for name, buffer in found}
+
+
+def _take(values: Tensor, master: Tensor) -> None:
+    """Into wide masters what was written to their values; where nothing was, they stay as wide."""
+    written = values != master.to(values.dtype)
+    master.copy_(torch.where(written, values.to(master.dtype), master))

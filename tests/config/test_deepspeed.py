@@ -211,6 +211,10 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"communication_data_type": "bfp16"}, {"zero.reduce_dtype": "bf16"}),
     ({"communication_data_type": None}, {"zero.reduce_dtype": None}),
     ({"fp32_allreduce": True}, {"zero.reduce_dtype": "fp32"}),
+    (
+        {"fp32_allreduce": False, "communication_data_type": "fp16"},
+        {"zero.reduce_dtype": "fp16"},
+    ),
     ({"zero_optimization": {"cpu_offload": True}}, {"offload.optimizer": "cpu"}),
     ({"zero_optimization": {"mics_shard_size": -1}}, {"zero.shard_size": None}),
     ({"zero_optimization": {"stage3_max_live_parameters": 10}}, {"zero.gather_budget": 40}),

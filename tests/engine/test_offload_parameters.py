@@ -43,6 +43,20 @@ def test_parameters_on_the_host_change_no_bit_and_are_copied_once_a_gather(tmp_p
     run_on(Grid(dp=2), parameters_away, folder=tmp_path)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_rank_alone_trains_with_parameters_on_the_host(precision: str, tmp_path: Path) -> None:
+    with Topology.init() as topology:
+        told, weights = run_of(made(topology, zero=3, precision=precision))
+        for place in ({}, *places(tmp_path)):
+            away = made(
+                topology, zero=3, precision=precision, offload={**place, "parameters": "cpu"}
+            )
+            other, found = run_of(away)
+            assert other == told and same(found, weights), place
+            assert all(flat.bring is not None for flat in away.parts.shards.held())
+            assert memory(away.parts).parameters == 0
+
+
 def frozen_away(topology: Topology, folder: Path) -> None:
     """Frozen parameters too, and checkpoints of both kinds."""
 
@@ -63,6 +77,9 @@ def frozen_away(topology: Topology, folder: Path) -> None:
     assert train(other, [2, 3]) == train(here, [2, 3])
     assert memory(away.parts).parameters == 0 < memory(here.parts).parameters
     assert memory(other.parts).optimizer == 0 < memory(away.parts).optimizer
+    # Masters as wide as the values stay on the device with their update: 3 numbers each.
+    trained = sum(flat.master.nbytes for flat in away.parts.shards.trained())
+    assert memory(away.parts).optimizer >= 3 * trained
 
 
 def whole_optimizer_away(topology: Topology) -> None:

@@ -79,11 +79,19 @@ def test_the_bytes_of_narrow_state_are_predicted() -> None:
 
 def test_a_beta_that_stands_still_in_bf16_is_refused_and_the_next_smaller_moves() -> None:
     check_narrow(partial(torch.optim.AdamW, betas=(0.9, LARGEST_BETA)), [{}], CPU)
-    message = r"AdamW with betas = \(0.9, 0.999\) .* stands still in bf16, .*state_dtype=null"
+    message = r"AdamW with betas = 0.9, 0.999 .* stands still in bf16, .*state_dtype=null"
     with pytest.raises(ValueError, match=message):
         check_narrow(torch.optim.AdamW, [{}], CPU)
     with pytest.raises(ValueError, match="stands still"):
         check_narrow(torch.optim.AdamW, [{"betas": BETAS}, {"betas": (0.9, 0.998)}], CPU)
+    for make, key in (
+        (partial(torch.optim.RMSprop, alpha=0.999), "alpha = 0.999"),
+        (partial(torch.optim.Adadelta, rho=0.999), "rho = 0.999"),
+        (partial(torch.optim.SGD, momentum=0.999), "momentum = 0.999"),
+        (torch.optim.Adagrad, "adds up"),
+    ):
+        with pytest.raises(ValueError, match=rf"{key} .*stands still in bf16"):
+            check_narrow(make, [{}], CPU)
     numbers = torch.linspace(1, 2, 129)[:-1].bfloat16()
     falls = (numbers.float() * LARGEST_BETA).bfloat16() < numbers
     assert falls.all(), "a number that a factor of this size leaves where it is"

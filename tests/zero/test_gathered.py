@@ -119,6 +119,20 @@ def test_inside_of_edit_parameters_may_be_written() -> None:
     assert parameter.eq(5).all()
 
 
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_an_edit_leaves_wide_masters_alone_where_nothing_was_written(stage: int) -> None:
+    parameter = nn.Parameter(weight().detach().bfloat16())
+    flat = sharded(parameter, stage=stage)
+    flat.master.mul_(1 + 2**-12)
+    shards = Shards({0: [flat]})
+    shards.publish()
+    wide = flat.master.clone()
+    with shards.edit():
+        parameter[0].fill_(5)
+    assert flat.master[:3].eq(5).all() and torch.equal(flat.master[3:], wide[3:])
+    assert not torch.equal(wide, wide.bfloat16().float()), "wider than the values"
+
+
 def test_a_parameter_that_numpy_has_seen_keeps_its_memory_and_goes_on() -> None:
     parameter = weight()
     flat = sharded(parameter)

@@ -38,9 +38,11 @@ def alone(said: Said) -> Iterator[Claim]:
 def _turned(said: Said, field: str) -> Claim:
     key, turn, why = KEYS[field]
     try:
-        return Claim(field, key, turn(said.fields[field]), why)
+        value = turn(said.fields[field])
     except ValueError as error:
         raise said.refuse(field, str(error)) from None
+    # What leaves a choice automatic contradicts nobody who makes it.
+    return Claim(field, key, value, why, implied=value is None)
 
 
 def _unknown(said: Said, field: str) -> ValueError:

@@ -20,6 +20,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """What DeepSpeed takes where `optimizer.params` is silent."""
 ALWAYS = {"torch_adam": (True, False), "bias_correction": (True,), "fp32_optimizer_states": (True,)}
+LAMB_RATIO = "its trust ratio has no bounds here, 0.01 to 10 by DeepSpeed's default"
 COMPRESSED = ("onebitadam", "zerooneadam", "onebitlamb")
 
 CURVES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
@@ -52,7 +53,8 @@ def optimizer(said: Said) -> Iterator[Claim]:
         )
     if kind is not None:
         decoupled = name == "adam" and said.get(f"{PARAMS}adam_w_mode") is not False
-        why = "Adam is AdamW there, unless adam_w_mode is false" if decoupled else ""
+        why = LAMB_RATIO if name == "lamb" else ""
+        why = "Adam is AdamW there, unless adam_w_mode is false" if decoupled else why
         yield Claim("optimizer.type", "optim.name", "adamw" if decoupled else name, why)
         for param, value in DEFAULTS.get(name, {}).items():
             if PARAMS + param not in said.fields:
