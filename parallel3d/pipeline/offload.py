@@ -63,7 +63,10 @@ class Host:
             self._back.wait_event(gone)
         with self._beside(self._back):
             start_copy(buffer, target, self.axis, tag="back")()
-        return target, None if self._back is None else self._back.record_event()
+        if self._back is None:
+            return target, None
+        target.record_stream(self._back)  # It may be dropped before anything waits for the copy.
+        return target, self._back.record_event()
 
     def wait(self, event: Any) -> None:
         """What is queued from now on comes after the event."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -221,3 +222,23 @@ def test_what_a_graph_no_longer_needs_is_let_go_within_a_unit(least: int) -> Non
         stage.backward(0, given)
     later, sooner = at
     assert later == sooner + HIDDEN
+
+
+def test_each_stream_that_copies_is_told_to_the_allocator(monkeypatch: Any) -> None:
+    """Memory that is dropped before a copy ends must not be given to others meanwhile."""
+
+    class Stream:
+        def wait_event(self, event: Any) -> None: ...
+        def wait_stream(self, stream: Any) -> None: ...
+        def record_event(self) -> None: ...
+
+    told: list[tuple[int, Any]] = []
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(Tensor, "record_stream", lambda t, s: told.append((t.data_ptr(), s)))
+    store = host()
+    store._out, store._back = out, back = Stream(), Stream()
+    source = torch.randn(ROWS)
+    target, _ = store.copy_back(*store.copy_out(source))
+    assert told == [(source.data_ptr(), out), (target.data_ptr(), back)]
+    assert torch.equal(source, target)
