@@ -39,7 +39,7 @@ class CutInputs:
 
     def of(self, unit: Unit, put: Put) -> Put:
         """Cuts the unit's inputs and puts the parts where ``put`` does."""
-        return lambda values: _Cut(self, unit, values, put)
+        return lambda values, outputs: _Cut(self, unit, values, lambda kept: put(kept, outputs))
 
     def is_same(self, unit: Unit, index: int, sums: Callable[[], Tensor]) -> bool:
         """Whether all ranks have one tensor there. Collective, the first time."""
@@ -53,7 +53,13 @@ class CutInputs:
 
 
 class _Cut:
-    def __init__(self, owner: CutInputs, unit: Unit, values: Sequence[Any], put: Put) -> None:
+    def __init__(
+        self,
+        owner: CutInputs,
+        unit: Unit,
+        values: Sequence[Any],
+        put: Callable[[Sequence[Any]], Away],
+    ) -> None:
         self.owner, self.unit = owner, unit
         self.pieces: list[Piece | None] = []
         self.gathers: list[tuple[Pending, Tensor]] = []

@@ -41,9 +41,9 @@ class Host:
             torch.cuda.Stream(device) if self.is_apart else None for _ in range(2)
         )
 
-    def put(self, values: Sequence[Any]) -> Stored:
+    def put(self, values: Sequence[Any], outputs: Sequence[Any]) -> Stored:
         """Copy tensors out; what comes back are leaves, as they were."""
-        return Stored(self, values)
+        return Stored(self, values, outputs)
 
     def copy_out(self, source: Tensor) -> tuple[Tensor, Any]:
         """Begin to copy; the buffer, and the event of the copy's end."""
@@ -183,13 +183,13 @@ def unpack(kept: Tensor | View) -> Tensor:
 
 
 class Stored:
-    """Values of which the large tensors are away."""
+    """Values of a unit with these outputs, of which the large tensors are away."""
 
-    def __init__(self, host: Host, values: Sequence[Any]) -> None:
+    def __init__(self, host: Host, values: Sequence[Any], outputs: Sequence[Any]) -> None:
         self.bundle = Bundle(host, _parts(values))
         self.values = [self._pack(value) for value in values]
         self.needs = [isinstance(value, Tensor) and value.requires_grad for value in values]
-        self.bundle.send(_addresses(values))
+        self.bundle.send(_addresses(outputs))
 
     def fetch(self) -> None:
         """Begin to bring them back."""

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from .segment import Segment, Unit
 from .tape import Tape
@@ -30,13 +31,14 @@ class Away(Protocol):
         """What of them lies on the device meanwhile."""
 
 
-Put = Callable[[Sequence[Any]], Away]
+Put = Callable[[Sequence[Any], Sequence[Any]], Away]
+"""Of values, and of the unit's outputs: what they share memory with others may write into."""
 
 
 class Here:
     """Values that stay as they are."""
 
-    def __init__(self, values: Sequence[Any]) -> None:
+    def __init__(self, values: Sequence[Any], outputs: Sequence[Any] = ()) -> None:
         self.values = list(values)
 
     def fetch(self) -> None:
@@ -73,7 +75,7 @@ class Repeated(Segment):
             outputs = super().forward()
         self.edges = []
         self._check_repeatable()
-        self._put_away()
+        self._put_away(tree_leaves(outputs))
         return outputs
 
     def fetch(self) -> None:
@@ -101,9 +103,10 @@ class Repeated(Segment):
         """The input and what was noted, as far as they are here."""
         return self.away.here()
 
-    def _put_away(self) -> None:
+    def _put_away(self, outputs: list[Any]) -> None:
         """``leaves`` are from now on those of the input that stay as they are."""
-        self.away = self.put([*self.leaves, *(self.tape.lift() if self.tape else ())])
+        noted = self.tape.lift() if self.tape else ()
+        self.away = self.put([*self.leaves, *noted], outputs)
         here = {id(tensor) for tensor in self.away.here()}
         self.leaves = [leaf for leaf in self.leaves if id(leaf) in here]
         self.versions = self._versions()

@@ -242,3 +242,16 @@ def test_each_stream_that_copies_is_told_to_the_allocator(monkeypatch: Any) -> N
     target, _ = store.copy_back(*store.copy_out(source))
     assert told == [(source.data_ptr(), out), (target.data_ptr(), back)]
     assert torch.equal(source, target)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_only_what_a_unit_hands_on_is_waited_for(mode: str, monkeypatch: Any) -> None:
+    """Others may write into that; a wait for the rest would hold up the forward."""
+    waits: list[Any] = []
+    monkeypatch.setattr(Host, "wait", lambda self, event: waits.append(event))
+    inside = nn.Sequential(linear(), nn.GELU(), linear(), nn.GELU())
+    for unit, least in ((inside, 0), (nn.Identity(), 1)):
+        stage = stage_of([unit], Activations(mode, host=host()))
+        waits.clear()
+        stage.forward(0, activation(), seed=0)
+        assert len(waits) == (0 if mode == "none" else least)
