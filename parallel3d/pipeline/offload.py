@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
-from weakref import WeakSet
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -134,23 +134,28 @@ class View(NamedTuple):
 
 
 class Bundle:
-    """What one unit keeps of one microbatch; ``staying`` are addresses of storages left alone."""
+    """What one unit keeps of one microbatch; ``staying`` are addresses of storages left alone.
+
+    Only views keep parcels: of what nothing needs any more nothing is copied.
+    """
 
     def __init__(self, host: Host, staying: Iterable[int] = ()) -> None:
         self.host, self.staying = host, set(staying)
-        self.parcels: dict[int, Parcel] = {}
-        self.left: list[Tensor] = []
+        self.parcels: WeakValueDictionary[int, Parcel] = WeakValueDictionary()
+        self.left: WeakSet[Tensor] = WeakSet()
 
     def pack(self, tensor: Tensor) -> Tensor | View:
         """What to keep in the place of a tensor."""
         address = tensor.untyped_storage().data_ptr()
         if address in self.staying or not self._goes(tensor):
             # Without its graph, which may keep what is returned: that would be a ring.
-            self.left.append(tensor.detach())
-            return self.left[-1]
-        if address not in self.parcels:
-            self.parcels[address] = Parcel(self.host, tensor)
-        parcel, stride = self.parcels[address], tensor.stride()
+            left = tensor.detach()
+            self.left.add(left)
+            return left
+        parcel = self.parcels.get(address)
+        if parcel is None:
+            parcel = self.parcels[address] = Parcel(self.host, tensor)
+        stride = tensor.stride()
         return View(parcel, tensor.dtype, tensor.shape, stride, int(tensor.storage_offset()))
 
     def send(self, handed_on: Iterable[int] = ()) -> None:
@@ -160,11 +165,9 @@ class Bundle:
             parcel.send(at_once=address in handed)
 
     def fetch(self) -> None:
-        """Begin to bring all back; each is from now on kept by who needs it."""
+        """Begin to bring all back."""
         for parcel in self.parcels.values():
             parcel.fetch()
-        self.parcels.clear()
-        self.left.clear()
 
     def _goes(self, tensor: Tensor) -> bool:
         plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
@@ -241,7 +244,7 @@ class Offloaded(Segment):
 
     def kept(self) -> list[Tensor]:
         """What stayed of the saved tensors."""
-        return self.bundle.left
+        return list(self.bundle.left)
 
     def enter(self) -> list[Any]:
         """Leave stand-ins in the place of the input."""

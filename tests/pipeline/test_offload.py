@@ -255,3 +255,27 @@ def test_only_what_a_unit_hands_on_is_waited_for(mode: str, monkeypatch: Any) ->
         waits.clear()
         stage.forward(0, activation(), seed=0)
         assert len(waits) == (0 if mode == "none" else least)
+
+
+def wasteful(x: Tensor) -> Tensor:
+    """Makes graphs of which nothing comes."""
+    x.exp().exp()
+    return x.sin()
+
+
+def test_what_died_with_its_graph_is_neither_copied_nor_kept() -> None:
+    store = host()
+    ledger = heard(store)
+    stage = stage_of([Apply(wasteful)], Activations(host=store))
+    stage.backward(0, gradients_for(stage.forward(0, activation(), seed=0)))
+    assert [event.tag for event in ledger.trace] == ["out", "back"], "the input of sin"
+
+
+def test_what_died_with_its_graph_does_not_stay_either() -> None:
+    stage = stage_of([Apply(wasteful)], Activations(host=host(least=2**40)))
+    x = activation()
+    with Live() as live:
+        stage.forward(0, x, seed=0)
+        (left,) = stage.kept(0)
+        assert left.data_ptr() == x.data_ptr()
+        assert live.bytes() == 4, "the stand-in of the input"
