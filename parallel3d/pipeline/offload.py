@@ -6,6 +6,10 @@ they had: the kernels, and so the bits, are those of what never left. They go wh
 Parameters and buffers are known by their storages and stay, as does what is a part of a larger
 tensor of the caller's.
 
+[Note: versions] Autograd refuses a saved tensor that was written to, but leaves that to whoever has
+hooks. So here each is compared with what it was: one that goes as it goes, since what is away no
+write reaches, one that stays as it is needed. As in autograd, one that nothing needs may change.
+
 [Note: stand-ins] A graph keeps the leaves that it begins at. Here these are stand-ins of one
 element, expanded: they take the gradients, and the input itself can go.
 """
@@ -142,27 +146,23 @@ class Bundle:
     def __init__(self, host: Host, staying: Iterable[int] = ()) -> None:
         self.host, self.staying = host, set(staying)
         self.parcels: WeakValueDictionary[int, Parcel] = WeakValueDictionary()
-        self.left: WeakSet[Tensor] = WeakSet()
 
-    def pack(self, tensor: Tensor) -> Tensor | View:
-        """What to keep in the place of a tensor."""
+    def view(self, tensor: Tensor) -> View | None:
+        """What to keep in the place of a tensor; None if it stays."""
         address = tensor.untyped_storage().data_ptr()
         if address in self.staying or not self._goes(tensor):
-            # Without its graph, which may keep what is returned: that would be a ring.
-            left = tensor.detach()
-            self.left.add(left)
-            return left
+            return None
         parcel = self.parcels.get(address)
         if parcel is None:
             parcel = self.parcels[address] = Parcel(self.host, tensor)
         stride = tensor.stride()
         return View(parcel, tensor.dtype, tensor.shape, stride, int(tensor.storage_offset()))
 
-    def send(self, handed_on: Iterable[int] = ()) -> None:
-        """Let all go; ``handed_on`` are addresses of storages that others may write into."""
-        handed = set(handed_on)
+    def send(self, outputs: Iterable[Any]) -> None:
+        """Let all go. What lies in the unit's outputs others may write into at once."""
+        handed_on = _addresses(outputs)
         for address, parcel in self.parcels.items():
-            parcel.send(at_once=address in handed)
+            parcel.send(at_once=address in handed_on)
 
     def fetch(self) -> None:
         """Begin to bring all back."""
@@ -180,9 +180,61 @@ class Bundle:
         )
 
 
-def unpack(kept: Tensor | View) -> Tensor:
-    """The tensor that was packed."""
-    return kept.make() if isinstance(kept, View) else kept
+class Saved:
+    """A tensor that a graph keeps, in ``view`` if it goes (see [Note: versions])."""
+
+    def __init__(self, tensor: Tensor, view: View | None) -> None:
+        # Without its graph, which may keep what is returned: that would be a ring.
+        self.here: Tensor | None = tensor.detach()
+        self.view, self.shape, self.version = view, list(tensor.shape), tensor._version
+        self.was_intact = True
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether nothing wrote into it while that could be seen."""
+        return self.was_intact if self.here is None else self.here._version == self.version
+
+    def leave(self) -> None:
+        """From now on only the view has it, if there is one."""
+        if self.view is not None:
+            self.was_intact, self.here = self.is_intact, None
+
+
+class Saves(Bundle):
+    """What the graph of the unit called ``name`` keeps."""
+
+    def __init__(self, host: Host, name: str, staying: Iterable[int]) -> None:
+        super().__init__(host, staying)
+        self.name = name
+        self.saved: WeakSet[Saved] = WeakSet()
+
+    def pack(self, tensor: Tensor) -> Saved:
+        """What to keep in the place of a tensor."""
+        saved = Saved(tensor, self.view(tensor))
+        self.saved.add(saved)
+        return saved
+
+    def send(self, outputs: Iterable[Any]) -> None:
+        """Let go what goes."""
+        for saved in self.saved:
+            saved.leave()
+        super().send(outputs)
+
+    def unpack(self, saved: Saved) -> Tensor:
+        """The tensor that was packed. Raises RuntimeError if it was written to."""
+        if not saved.is_intact:
+            raise RuntimeError(
+                f"a tensor {saved.shape} that unit {self.name} needs for its backward was changed "
+                f"in place, so gradients would be wrong: let what changes it work on a copy"
+            )
+        if saved.here is not None:
+            return saved.here
+        assert saved.view is not None
+        return saved.view.make()
+
+    def left(self) -> list[Tensor]:
+        """What stayed."""
+        return [saved.here for saved in self.saved if saved.here is not None]
 
 
 class Stored:
@@ -192,7 +244,7 @@ class Stored:
         self.bundle = Bundle(host, _parts(values))
         self.values = [self._pack(value) for value in values]
         self.needs = [isinstance(value, Tensor) and value.requires_grad for value in values]
-        self.bundle.send(_addresses(outputs))
+        self.bundle.send(outputs)
 
     def fetch(self) -> None:
         """Begin to bring them back."""
@@ -212,10 +264,8 @@ class Stored:
         return [value for value in self.values if isinstance(value, Tensor)]
 
     def _pack(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        packed = self.bundle.pack(value)
-        return packed if isinstance(packed, View) else value
+        view = self.bundle.view(value) if isinstance(value, Tensor) else None
+        return value if view is None else view
 
 
 class Offloaded(Segment):
@@ -225,13 +275,13 @@ class Offloaded(Segment):
         super().__init__(unit, x, seed)
         module = unit.module
         own = [*module.parameters(), *module.buffers()]
-        self.bundle = Bundle(host, {*_addresses(own), *_parts(self.leaves)})
+        self.bundle = Saves(host, unit.name, {*_addresses(own), *_parts(self.leaves)})
 
     def forward(self) -> Any:
         """As ever; then the copies begin."""
-        with saved_tensors_hooks(self.bundle.pack, unpack):
+        with saved_tensors_hooks(self.bundle.pack, self.bundle.unpack):
             outputs = super().forward()
-        self.bundle.send(_addresses(tree_leaves(outputs)))
+        self.bundle.send(tree_leaves(outputs))
         return outputs
 
     def fetch(self) -> None:
@@ -244,7 +294,7 @@ class Offloaded(Segment):
 
     def kept(self) -> list[Tensor]:
         """What stayed of the saved tensors."""
-        return list(self.bundle.left)
+        return self.bundle.left()
 
     def enter(self) -> list[Any]:
         """Leave stand-ins in the place of the input."""

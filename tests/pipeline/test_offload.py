@@ -16,7 +16,7 @@ from parallel3d.comm.ledger import Ledger
 from parallel3d.pipeline.activations import Activations
 from parallel3d.pipeline.offload import Host
 from tests.live import Live
-from tests.pipeline.unit_cases import CASES, REPEATABLE
+from tests.pipeline.unit_cases import CASES, REPEATABLE, in_place_through_a_view
 from tests.pipeline.units import (
     WIDTH,
     Apply,
@@ -224,39 +224,6 @@ def test_what_a_graph_no_longer_needs_is_let_go_within_a_unit(least: int) -> Non
     assert later == sooner + HIDDEN
 
 
-def test_each_stream_that_copies_is_told_to_the_allocator(monkeypatch: Any) -> None:
-    """Memory that is dropped before a copy ends must not be given to others meanwhile."""
-
-    class Stream:
-        def wait_event(self, event: Any) -> None: ...
-        def wait_stream(self, stream: Any) -> None: ...
-        def record_event(self) -> None: ...
-
-    told: list[tuple[int, Any]] = []
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
-    monkeypatch.setattr(Tensor, "record_stream", lambda t, s: told.append((t.data_ptr(), s)))
-    store = host()
-    store._out, store._back = out, back = Stream(), Stream()
-    source = torch.randn(ROWS)
-    target, _ = store.copy_back(*store.copy_out(source))
-    assert told == [(source.data_ptr(), out), (target.data_ptr(), back)]
-    assert torch.equal(source, target)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_only_what_a_unit_hands_on_is_waited_for(mode: str, monkeypatch: Any) -> None:
-    """Others may write into that; a wait for the rest would hold up the forward."""
-    waits: list[Any] = []
-    monkeypatch.setattr(Host, "wait", lambda self, event: waits.append(event))
-    inside = nn.Sequential(linear(), nn.GELU(), linear(), nn.GELU())
-    for unit, least in ((inside, 0), (nn.Identity(), 1)):
-        stage = stage_of([unit], Activations(mode, host=host()))
-        waits.clear()
-        stage.forward(0, activation(), seed=0)
-        assert len(waits) == (0 if mode == "none" else least)
-
-
 def wasteful(x: Tensor) -> Tensor:
     """Makes graphs of which nothing comes."""
     x.exp().exp()
@@ -279,3 +246,71 @@ def test_what_died_with_its_graph_does_not_stay_either() -> None:
         (left,) = stage.kept(0)
         assert left.data_ptr() == x.data_ptr()
         assert live.bytes() == 4, "the stand-in of the input"
+
+
+WRITTEN = {
+    "the result": lambda x: x.exp().add_(1),
+    "through a view": lambda x: in_place_through_a_view(x.exp()),
+    "the operand": lambda x: x.sin() + x.add_(1),
+}
+
+
+@pytest.mark.parametrize("least", [1, 2**40], ids=["all away", "all here"])
+@pytest.mark.parametrize("unit", WRITTEN.values(), ids=WRITTEN)
+def test_a_saved_tensor_that_its_unit_writes_to_is_refused_by_name(unit: Any, least: int) -> None:
+    stage = stage_of([linear(), Apply(unit)], Activations(host=host(least)))
+    output = stage.forward(0, activation(), seed=0)
+    with pytest.raises(RuntimeError, match=r"a tensor \[64, 8\] that unit 1 needs .* in place"):
+        stage.backward(0, gradients_for(output))
+
+
+def test_a_saved_tensor_that_the_next_unit_writes_to_is_refused_if_it_stayed() -> None:
+    units = lambda: [Apply(torch.exp), Apply(lambda x: x.add_(1))]  # noqa: E731
+    expected = by_stage([Apply(torch.exp), Apply(lambda x: x + 1)], hidden())
+    assert agree(by_stage(units(), hidden(), recompute=Activations(host=host())), expected)
+    with pytest.raises(RuntimeError, match="that unit 0 needs for its backward was changed"):
+        by_stage(units(), hidden(), recompute=Activations(host=host(least=2**40)))
+
+
+@pytest.mark.parametrize("least", [1, 2**40], ids=["all away", "all here"])
+def test_what_only_a_dead_graph_had_saved_may_be_written_to(least: int) -> None:
+    def unit(x: Tensor) -> Tensor:
+        y = x * 2
+        y.sin()
+        return y.add_(1).cos()
+
+    away = by_stage([Apply(unit)], hidden(), recompute=Activations(host=host(least)))
+    assert agree(away, by_stage([Apply(unit)], hidden()))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_only_what_a_unit_hands_on_is_waited_for(mode: str, monkeypatch: Any) -> None:
+    """Others may write into that; a wait for the rest would hold up the forward."""
+    waits: list[Any] = []
+    monkeypatch.setattr(Host, "wait", lambda self, event: waits.append(event))
+    inside = nn.Sequential(linear(), nn.GELU(), linear(), nn.GELU())
+    for unit, least in ((inside, 0), (nn.Identity(), 1)):
+        stage = stage_of([unit], Activations(mode, host=host()))
+        waits.clear()
+        stage.forward(0, activation(), seed=0)
+        assert len(waits) == (0 if mode == "none" else least)
+
+
+def test_each_stream_that_copies_is_told_to_the_allocator(monkeypatch: Any) -> None:
+    """Memory that is dropped before a copy ends must not be given to others meanwhile."""
+
+    class Stream:
+        def wait_event(self, event: Any) -> None: ...
+        def wait_stream(self, stream: Any) -> None: ...
+        def record_event(self) -> None: ...
+
+    told: list[tuple[int, Any]] = []
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(Tensor, "record_stream", lambda t, s: told.append((t.data_ptr(), s)))
+    store = host()
+    store._out, store._back = out, back = Stream(), Stream()
+    source = torch.randn(ROWS)
+    target, _ = store.copy_back(*store.copy_out(source))
+    assert told == [(source.data_ptr(), out), (target.data_ptr(), back)]
+    assert torch.equal(source, target)
