@@ -61,7 +61,9 @@ class HostUpdates:
     ) -> None:
         self.flats, self.store, self._host, self._device = flats, store, host, device
         self._unit_of = {flat: unit for unit in flats for flat in flats[unit]}
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="updates")
+        # A new thread is on device 0, where leaving a stream of another would open a context.
+        enter = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="updates", initializer=enter)
         self._down, self._up = Lane(device), Lane(device)
         self._staged: list[tuple[Tensor, Tensor]] = []
         self._left: list[Any] = [None] * SLOTS
@@ -80,13 +82,16 @@ class HostUpdates:
         ]
 
     def run(self, updates: Mapping[int, Update]) -> None:
-        """Start the update of each unit, in this order. Each flat says when its values are there.
+        """Start the update of every unit, in unit order. Each flat says when its values are there.
 
         ``updates`` are called with the unit's gradients on the host, one on another's heels, on
-        another thread.
+        another thread. A unit without one has a turn too: other ranks update their part of it,
+        and its gather must come in its place on all of them.
         """
         begun = self._down.now()
-        turns = [self._turn(at, *each) for at, each in enumerate(updates.items())]
+        turns = [
+            self._turn(at, unit, updates.get(unit, _nothing)) for at, unit in enumerate(self.flats)
+        ]
         for at, turn in enumerate(turns):
             after = turns[at + 1] if at + 1 < len(turns) else None
             made = self._worker.submit(self._make, turn, after, begun, first=at == 0)
@@ -188,6 +193,10 @@ def _narrow(flat: Flat) -> Tensor:
     """The values that are updated, where masters must be rounded to become them; else nothing."""
     values = flat.updated_values
     return values if values.dtype != flat.master.dtype else values[:0]
+
+
+def _nothing(gradients: Gradients) -> None:
+    """The update of what is padding here."""
 
 
 def _copy(source: Tensor, target: Tensor) -> None:

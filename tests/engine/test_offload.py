@@ -53,6 +53,26 @@ def test_offload_changes_no_bit(layout: str, tmp_path: Path) -> None:
     run_on(Grid.parse(layout), as_on_the_device, folder=tmp_path, cases=CASES)
 
 
+def of_padding(topology: Topology, folder: Path) -> None:
+    """The norm's 64 elements are the first rank's: the second one's shard of that unit is padding,
+    but the gather of it has its turn among the others'."""
+    for zero in (1, 2, 3):
+        for precision in ("fp64", "bf16"):
+            found = []
+            for place in (None, *places(folder)):
+                with torch.device("meta"):
+                    units = nn.Linear(WIDTH, 64), nn.RMSNorm(64), nn.Linear(64, WIDTH)
+                options = {"zero": zero, "precision": precision, "offload": place}
+                found.append(run_of(made(topology, nn.Sequential(*units), **options)))
+            for told, weights in found[1:]:
+                assert told == found[0][0], (zero, precision)
+                assert same(weights, found[0][1]), (zero, precision)
+
+
+def test_offload_where_a_rank_holds_nothing_but_padding_of_a_unit(tmp_path: Path) -> None:
+    run_on(Grid(dp=2), of_padding, folder=tmp_path)
+
+
 OPTIMIZERS: list[Any] = [
     partial(torch.optim.Adam, amsgrad=True),
     partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
