@@ -322,17 +322,14 @@ class Engine:
             parts.shards.publish()
         parts.shards.zero_gradients()
         self.step += 1
-        counts = not self._scale_is_at_fault(bad, loss)
-        if self.scaler is not None and (bad or num_items):
-            self.scaler.update(overflow=bad)
-        if counts:
+        # A lower scale may mend a gradient, but not a loss, which is not scaled in the forward.
+        scaler = self.scaler if math.isfinite(loss) and (bad or num_items) else None
+        if not (bad and scaler is not None and scaler.can_fall):
             self._count_bad(bad, loss, norm)
+        if scaler is not None:
+            scaler.update(overflow=bad)
         mean = loss / num_items if num_items else 0.0
         return StepResult(mean, norm, lr, bad or not num_items, int(num_items))
-
-    def _scale_is_at_fault(self, bad: bool, loss: float) -> bool:
-        """Whether a lower scale may help. It does nothing for a loss that is not finite itself."""
-        return bad and math.isfinite(loss) and self.scaler is not None and self.scaler.can_fall
 
     def _count_bad(self, bad: bool, loss: float, norm: float) -> None:
         self.bad_steps = self.bad_steps + 1 if bad else 0

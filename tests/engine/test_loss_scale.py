@@ -259,7 +259,19 @@ def hopeless(topology: Topology) -> list[Any]:
 
 def test_steps_that_no_scale_can_mend_end_the_run() -> None:
     with Topology.init() as topology:
-        assert hopeless(topology) == [(3, 16384.0), (5, 1.0), (3, 64.0)]
+        assert hopeless(topology) == [(3, 65536.0), (5, 1.0), (3, 64.0)]
+
+
+def test_a_loss_that_is_not_finite_moves_neither_the_scale_nor_its_count_of_good_steps() -> None:
+    """The forward knows no scale, so a lower one would mend nothing."""
+    scales = []
+    with Topology.init() as topology:
+        mine = fp16(topology, fp16={"initial_scale": 64, "window": 2, "hysteresis": 1})
+        for factor in (1.0, math.nan, math.inf, 1.0):
+            x, target = batch(0, dtype=torch.float64)
+            assert mine.train_step(x, target * factor).skipped == (factor != 1.0)
+            scales.append(mine.loss_scale)
+    assert scales == [64, 64, 64, 128]
 
 
 OVERFLOWS = (2, 3, 9)
