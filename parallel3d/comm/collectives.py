@@ -220,6 +220,14 @@ def _by_the_host(axis: Axis, kind: str) -> Iterator[None]:
     record(axis, kind, "", "wait")
 
 
+def writes_unwaited(axis: Axis, x: Tensor) -> bool:
+    """Whether a sum of ``x`` is written to where it lands, waited for or not.
+
+    NCCL's is, on a stream of its own, and its wait holds up the current stream, not the host.
+    """
+    return axis.size > 1 and not _is_gloo(axis, x)
+
+
 def _is_gloo(axis: Axis, x: Tensor) -> bool:
     assert axis.group is not None
     return axis.group._get_backend(x.device).name() == "gloo"

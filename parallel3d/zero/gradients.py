@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..comm.collectives import Pending, start_all_gather, start_reduce_scatter
+from ..comm.collectives import Pending, start_all_gather, start_reduce_scatter, writes_unwaited
 from ..topology import Axis
 from .flat import Flat
 from .ties import Tie, Ties
@@ -53,6 +53,7 @@ class Gradients:
         self._moving: deque[list[Pending]] = deque()
         self._latest: dict[Flat, Pending] = {}
         self._sums: dict[Flat, Pending] = {}
+        self._in_place: list[Pending] = []
 
     def begin(self, num_microbatches: int) -> None:
         """Of a step; the last microbatch completes the gradients."""
@@ -104,7 +105,13 @@ class Gradients:
         self._forget()
 
     def abandon(self) -> None:
-        """After an error in the middle of a step: the next one starts from zero."""
+        """After an error in the middle of a step: the next one starts from zero.
+
+        Sums that are still written into gradients come before they are set to zero. Only a stream
+        waits for them: for the host that might be forever, if other ranks failed earlier.
+        """
+        for sent in self._in_place:
+            sent.wait()
         self._moving.clear()
         self.ties.forget()
         for unit in self._lent:
@@ -120,6 +127,7 @@ class Gradients:
                 flat.zero_gradient()
 
     def _forget(self) -> None:
+        self._in_place.clear()
         for each in (self._lent, self._place, self._latest, self._sums):
             each.clear()
 
@@ -139,6 +147,8 @@ class Gradients:
         sent = start_reduce_scatter(buffer, part, flat.axis, wire=self.wire, tag=f"unit {unit}")
         if flat.stage >= 2:
             flat.take_back()
+        elif writes_unwaited(flat.axis, buffer):
+            self._in_place.append(sent)
 
         def wait() -> Tensor:
             if before is not None:

@@ -4,11 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from parallel3d import Engine, Grid, Topology
+from parallel3d.comm.collectives import Pending
 from parallel3d.placement import Replicate
 from parallel3d.topology import Axis
+from parallel3d.zero import gradients
 from parallel3d.zero.flat import ALIGNMENT, Flat, Held
 from parallel3d.zero.shards import Shards
 from tests.engine.cases import SGD, batch, engine, share
@@ -194,6 +196,25 @@ def test_gradients_are_set_to_zero_in_place() -> None:
     mine.abandon()
     assert parameter.grad is kept and kept.count_nonzero() == 0
     mine.after_backward(0, 0, reduce=False)
+
+
+@pytest.mark.parametrize("unwaited", [True, False])
+def test_a_sum_that_a_device_still_writes_is_over_before_gradients_are_zero(
+    unwaited: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that only its wait would write is never waited for: others may not take part."""
+    waited: list[Tensor] = []
+
+    def start(x: Tensor, out: Tensor, axis: Axis, **_: Any) -> Pending:
+        return Pending(lambda: waited.append(out) or out.fill_(7))  # type: ignore[func-returns-value]
+
+    monkeypatch.setattr(gradients, "start_reduce_scatter", start)
+    monkeypatch.setattr(gradients, "writes_unwaited", lambda axis, x: unwaited)
+    mine, parameter = shards()
+    mine.after_backward(0, 0, reduce=True)
+    mine.abandon()
+    assert len(waited) == unwaited
+    assert parameter.grad is not None and parameter.grad.count_nonzero() == 0
 
 
 @pytest.mark.report("deepspeedai/DeepSpeed#5439")
