@@ -45,7 +45,7 @@ def run_on(
     grid: Grid | int,
     fn: Callable[..., Any],
     *,
-    timeout: float = 60.0,
+    timeout: float = 120.0,
     device: str = "cpu",
     env: Mapping[str, str] | None = None,
     **kwargs: Any,
