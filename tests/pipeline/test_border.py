@@ -84,7 +84,9 @@ def test_an_output_that_is_not_like_the_last_of_its_key_is_an_error(other: Tenso
     assert f"gave {shown} before" not in str(error.value), "the message does not tell them apart"
 
 
-@pytest.mark.parametrize("value", [3, 2.5, True, "text", object(), {1, 2}], ids=repr)
+@pytest.mark.parametrize(
+    "value", [3, 2.5, True, "text", object(), {1, 2}], ids=lambda value: type(value).__name__
+)
 def test_what_is_neither_tensor_nor_none_is_refused_with_its_stage(value: Any) -> None:
     sender, _ = both_ends(index=2)
     match = f"stage 1 gives a {type(value).__name__} to stage 2"
