@@ -206,6 +206,13 @@ def _loss_scale(config: Config) -> None:
             f"fp16.{changed[0]} = {spell(asked[changed[0]])} is of precision=fp16, but precision = "
             f"{config.precision}: leave it {spell(default[changed[0]])}, or set precision=fp16"
         )
+    moving = [key for key in changed if key != "scale"]
+    if moving and config.fp16.scale is not None:
+        raise ValueError(
+            f"fp16.{moving[0]} = {spell(asked[moving[0]])} is of a scale that moves, but "
+            f"fp16.scale = {config.fp16.scale} is a fixed one: leave it null, or fp16.{moving[0]} "
+            f"{spell(default[moving[0]])}"
+        )
     for key in ("initial_scale", "min_scale", "scale"):
         if asked[key] is not None and not 0 < asked[key] <= 2.0**64:
             raise ValueError(

@@ -43,9 +43,16 @@ class DiskStore(Store):
 
     def __init__(self, path: Path, rank: int) -> None:
         super().__init__()
-        path.mkdir(parents=True, exist_ok=True)
-        remove_stale(path)
-        self.folder, lock = _claim(path, rank)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            remove_stale(path)
+            self.folder, lock = _claim(path, rank)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"{error.strerror}: offload.path = {path} cannot be used: set it to a folder on a "
+                f"local disk that may be written to, or offload.optimizer=cpu",
+            ) from error
         self.close = weakref.finalize(self, _remove, self.folder, lock, os.getpid())
         self._files: dict[int, tuple[int, mmap.mmap]] = {}
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="disk")

@@ -19,6 +19,10 @@ WRONG = [
         "fp16.window=5",
         r"fp16\.window = 5 is of precision=fp16, but precision = fp32: leave it 1000",
     ),
+    (
+        "precision=fp16 fp16.scale=128 fp16.window=5",
+        r"fp16\.window = 5 is of a scale that moves, but fp16\.scale = 128.* is a fixed one",
+    ),
     ("precision=fp16 fp16.scale=-1", r"fp16\.scale = -1\.0 is not in 0 < fp16\.scale <= 2\^64"),
     ("precision=fp16 fp16.min_scale=1e6", r"initial_scale = 65536\.0 is below fp16\.min_scale = "),
     ("zero.reduce_dtype=fp64", r"zero\.reduce_dtype = 'fp64' is not one of fp32, bf16, fp16"),

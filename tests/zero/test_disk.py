@@ -134,6 +134,15 @@ def test_a_clean_end_leaves_nothing(tmp_path: Path) -> None:
     assert process.returncode == 0 and list(tmp_path.iterdir()) == []
 
 
+def test_a_path_that_is_no_folder_is_named_with_the_way_out(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    for path in (file, file / "below"):
+        message = rf"offload.path = {path} cannot be used: .* or offload.optimizer=cpu"
+        with pytest.raises(OSError, match=message):
+            DiskStore(path, 0)
+
+
 def test_a_disk_without_space_is_named_with_what_is_left(tmp_path: Path) -> None:
     store = DiskStore(tmp_path, 0)
     message = r"No space left on device: .*unit-00000.bin needs .* set offload\.path to a larger"
