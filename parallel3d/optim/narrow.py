@@ -39,13 +39,13 @@ def check_narrow(make: Make, groups: Sequence[Options], device: torch.device) ->
 
 def _check_factors(name: str, options: Options) -> None:
     for key in FACTORS & options.keys():
-        factors = options[key] if key == "betas" else (options[key],)
-        if max(map(float, factors)) > LARGEST_BETA:
+        value = tuple(map(float, options[key])) if key == "betas" else float(options[key])
+        if (max(value) if isinstance(value, tuple) else value) > LARGEST_BETA:
             raise ValueError(
-                f"{name} with {key} = {', '.join(map(str, factors))} and optim.state_dtype = "
-                f"bf16: a moving average with a factor above {LARGEST_BETA:.4f} stands still in "
-                f"bf16, so set a smaller optim.{key}, such as "
-                f"{'[0.9, 0.95]' if key == 'betas' else 0.95}, or optim.state_dtype=null"
+                f"{name} with {key} = {value} and optim.state_dtype = bf16: a moving average "
+                f"with a factor above {LARGEST_BETA:.4f} stands still in bf16, so set smaller "
+                f"optim.{key}, such as {'[0.9, 0.95]' if key == 'betas' else 0.95}, or "
+                f"optim.state_dtype=null"
             )
 
 

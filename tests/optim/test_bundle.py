@@ -79,7 +79,7 @@ def test_the_bytes_of_narrow_state_are_predicted() -> None:
 
 def test_a_beta_that_stands_still_in_bf16_is_refused_and_the_next_smaller_moves() -> None:
     check_narrow(partial(torch.optim.AdamW, betas=(0.9, LARGEST_BETA)), [{}], CPU)
-    message = r"AdamW with betas = 0.9, 0.999 .* stands still in bf16, .*state_dtype=null"
+    message = r"AdamW with betas = \(0.9, 0.999\) .* stands still in bf16, .*state_dtype=null"
     with pytest.raises(ValueError, match=message):
         check_narrow(torch.optim.AdamW, [{}], CPU)
     with pytest.raises(ValueError, match="stands still"):
