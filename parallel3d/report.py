@@ -80,10 +80,10 @@ def places(engine: Engine) -> list[Place]:
     """Of every rank. Collective."""
     shares = [stage.deferred_parameters for stage in engine.parts.stages.values()]
     deferred, trained = (sum(column) for column in zip(*shares, strict=True))
-    values, gradients, _ = account(engine.parts).sent
+    sent = account(engine.parts).sent.over_dp
     memory = device_bytes(engine.topology.device)
     host, kept = socket.gethostname(), kept_by(engine.parts)
-    mine = Place(host, kept, memory, values + gradients, deferred, trained)
+    mine = Place(host, kept, memory, sent, deferred, trained)
     return all_gather_objects(mine, engine.topology.world)
 
 

@@ -26,7 +26,7 @@ def account(parts: Parts, num_microbatches: int | None = None) -> Account:
     actions, units = parts.programs.mine(count), parts.unit_numbers
     uses = uses_of(actions, units)
     return Account(
-        sent(parts.shards, uses, count),
+        sent(parts.shards, uses, count)._replace(optimizer=parts.optimizer.sent()),
         gradient_bytes(parts.shards, touches_of(actions, units)),
         gathered(parts.shards, uses).peak,
     )

@@ -160,6 +160,11 @@ def sum_in_order(x: Tensor, axis: Axis, *, tag: str = "") -> Tensor:
     return padded[: x.numel()]
 
 
+def bytes_in_order(count: int, dtype: torch.dtype, axis: Axis) -> int:
+    """That ``sum_in_order`` of so many elements sends: they are padded to a multiple of ``d``."""
+    return 2 * -(-count // axis.size) * dtype.itemsize * (axis.size - 1)
+
+
 def start_broadcast(x: Tensor, axis: Axis, source: int = 0, *, tag: str = "") -> Pending:
     """Fill ``x`` on every rank with that of ``source``, a rank of the axis; in the background."""
     if axis.size == 1:

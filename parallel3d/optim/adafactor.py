@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .bundle import Options, State
-from .whole import Slice, Update
+from ..comm.collectives import bytes_in_order
+from .bundle import Options
+from .whole import Shapes, Slice, Update
 
 
 class AdafactorRule:
@@ -28,13 +29,18 @@ class AdafactorRule:
                 f"dims; use torch.optim.AdamW, or keep the parameter as a matrix"
             )
 
-    def blank(self, each: Slice, options: Options) -> State:
+    def shapes(self, each: Slice, options: Options) -> Shapes:
         """Means along rows and columns of a matrix; squares of anything else."""
         if len(each.shape) < 2:
-            return {"variance": each.blank()}
+            return {"variance": each.extent}
         rows, cols = each.shape
-        zeros = each.values.new_zeros
-        return {"row_var": zeros(rows, 1), "col_var": zeros(1, cols)}
+        return {"row_var": (rows, 1), "col_var": (1, cols)}
+
+    def sent(self, slices: Sequence[Slice], options: Sequence[Options]) -> int:
+        """Squares of all that is summed up, and the squared length of each update."""
+        axis = slices[0].flat.axis
+        counts = sum(map(_count, slices)), len(slices)
+        return sum(bytes_in_order(count, torch.float64, axis) for count in counts)
 
     def update(self, slices: Sequence[Slice], step: Update) -> None:
         """The lines of ``torch.optim.Adafactor`` in their order."""
@@ -110,7 +116,7 @@ def _estimate(each: Slice, squares: Tensor, decay: float, least: float) -> Tenso
     row_var.lerp_((by_row / cols).to(row_var.dtype)[:, None], decay)
     col_var.lerp_((by_col / rows).to(col_var.dtype)[None], decay)
     scale = row_var.mean().clamp(min=least)
-    estimate = each.blank()
+    estimate = torch.zeros_like(each.values)
     for offset, place in each.rectangles((0, each.high - each.low)):
         piece = estimate[offset : offset + place.area].view(place.rows, place.cols)
         of_rows = row_var[place.row : place.row + place.rows]

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .bundle import Options, State
-from .whole import Slice, Unbound, Update
+from ..comm.collectives import bytes_in_order
+from .bundle import Options
+from .whole import Shapes, Slice, Unbound, Update
 
 
 class Lamb(Unbound):
@@ -51,9 +52,13 @@ class LambRule:
     def check(self, name: str, shape: tuple[int, ...], options: Options) -> None:
         """Any parameter will do."""
 
-    def blank(self, each: Slice, options: Options) -> State:
+    def shapes(self, each: Slice, options: Options) -> Shapes:
         """Both moving averages."""
-        return {"exp_avg": each.blank(), "exp_avg_sq": each.blank()}
+        return {"exp_avg": each.extent, "exp_avg_sq": each.extent}
+
+    def sent(self, slices: Sequence[Slice], options: Sequence[Options]) -> int:
+        """Two squared norms of each."""
+        return bytes_in_order(2 * len(slices), torch.float64, slices[0].flat.axis)
 
     def update(self, slices: Sequence[Slice], step: Update) -> None:
         """``w -= lr * |w| / |u| * u``, with 1 for the ratio where a norm is 0."""

@@ -9,7 +9,7 @@ group says, is updated as by AdamW.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,9 +18,10 @@ from torch import Tensor
 from ..comm.collectives import all_to_all, start_all_gather
 from ..placement import Replicate, cut
 from ..topology import Axis
-from .bundle import Options, State
+from .bundle import Options
+from .deal import Deal
 from .newton_schulz import Coefficients, orthogonal
-from .whole import Slice, Unbound, Update
+from .whole import Shapes, Slice, Unbound, Update
 
 RMS_OF_ADAMW = 0.2  # Liu et al. (2025, arXiv 2502.16982), section 2.2
 
@@ -82,11 +83,16 @@ class MuonRule:
                 f"AdamW updates it"
             )
 
-    def blank(self, each: Slice, options: Options) -> State:
+    def shapes(self, each: Slice, options: Options) -> Shapes:
         """One moving average for Muon, two for AdamW."""
         if _is_matrix(each.shape, options):
-            return {"momentum_buffer": each.blank()}
-        return {"exp_avg": each.blank(), "exp_avg_sq": each.blank()}
+            return {"momentum_buffer": each.extent}
+        return {"exp_avg": each.extent, "exp_avg_sq": each.extent}
+
+    def sent(self, slices: Sequence[Slice], options: Sequence[Options]) -> int:
+        """Momentum to the owners of matrices, and updates from them."""
+        matrices = [s for s in slices if _is_matrix(s.shape, options[s.held.group])]
+        return Deal(matrices).nbytes if matrices else 0
 
     def update(self, slices: Sequence[Slice], step: Update) -> None:
         """AdamW in place; Muon by way of the owners."""
@@ -98,8 +104,7 @@ class MuonRule:
                 _adamw(each, step)
         if not matrices:
             return
-        directions = {each: _direction(each, step) for each in matrices if each.here}
-        for each, update in _made_orthogonal(matrices, directions, step).items():
+        for each, update in _made_orthogonal(matrices, step):
             options = step.of(each)
             each.values.mul_(1 - options["lr"] * options["weight_decay"])
             each.values.add_(update, alpha=-options["lr"] * _ratio(each, options))
@@ -122,11 +127,11 @@ def _adamw(each: Slice, step: Update) -> None:
 
 
 def _direction(each: Slice, step: Update) -> Tensor:
-    """The momentum, or with Nesterov's look ahead; a new tensor."""
+    """The momentum, or with Nesterov's look ahead."""
     options, momentum = step.of(each), each.state["momentum_buffer"]
     momentum.lerp_(each.grads, 1 - options["momentum"])
     if not options["nesterov"]:
-        return momentum.clone()
+        return momentum
     return each.grads.lerp(momentum, options["momentum"])
 
 
@@ -138,81 +143,24 @@ def _ratio(each: Slice, options: Options) -> float:
     return math.sqrt(max(1, rows / cols))
 
 
-def _made_orthogonal(
-    matrices: Sequence[Slice], directions: dict[Slice, Tensor], step: Update
-) -> dict[Slice, Tensor]:
-    """The update of each slice that is here. Collective over the plane.
-
-    Where a rank updates everything it has everything, and does it all.
-    """
-    axis = matrices[0].flat.axis
-    if matrices[0].flat.updated != matrices[0].flat.owned:
-        axis = Axis.single()
-    owners = deal([_cost(each) for each in matrices], axis.size)
-    by_owner = [
-        [each for each, owner in zip(matrices, owners, strict=True) if owner == rank]
-        for rank in range(axis.size)
-    ]
-    mine = by_owner[axis.rank]
-    sent = [sum(each.high - each.low for each in each_of if each.here) for each_of in by_owner]
-    shares = [[_share(each, rank, axis) for each in mine] for rank in range(axis.size)]
-    received = [sum(high - low for low, high in of_rank) for of_rank in shares]
-    there = [directions[each] for each_of in by_owner for each in each_of if each.here]
-    empty = matrices[0].flat.master.new_empty(0)
-    arrived = all_to_all(torch.cat([empty, *there]), sent, received, axis, tag="optimizer")
-    local = _joined(arrived, mine, shares)
-    whole = _whole(local, mine, step.tp)
-    done = [
-        cut(_orthogonal(matrix, each, step), each.held.placement, step.tp).reshape(-1)
-        for matrix, each in zip(whole, mine, strict=True)
-    ]
-    back = [
-        matrix[slice(*span)]
-        for of_rank in shares
-        for matrix, span in zip(done, of_rank, strict=True)
-    ]
-    returned = all_to_all(torch.cat([empty, *back]), received, sent, axis, tag="optimizer")
-    here = [each for each_of in by_owner for each in each_of if each.here]
-    parts = returned.split([each.high - each.low for each in here])
-    return dict(zip(here, parts, strict=True))
-
-
-def deal(costs: Sequence[float], count: int) -> list[int]:
-    """An owner for each, the dearest first to whoever has least."""
-    loads, owners = [0.0] * count, [0] * len(costs)
-    for at in sorted(range(len(costs)), key=lambda at: -costs[at]):
-        owners[at] = loads.index(min(loads))
-        loads[owners[at]] += costs[at]
-    return owners
-
-
-def _cost(each: Slice) -> float:
-    """In proportion to the multiplications of an iteration."""
-    rows, cols = each.shape
-    return float(rows * cols * min(rows, cols))
-
-
-def _share(each: Slice, rank: int, axis: Axis) -> tuple[int, int]:
-    """What a rank of ``axis`` has of the local parameter, in its elements."""
-    length = each.held.parameter.numel()
-    if axis.size == 1:
-        return 0, length
-    shard = each.flat.owned[1] - each.flat.owned[0]
-    low, high = rank * shard - each.start, (rank + 1) * shard - each.start
-    return min(max(low, 0), length), max(min(high, length), 0)
-
-
-def _joined(
-    arrived: Tensor, mine: Sequence[Slice], shares: Sequence[Sequence[tuple[int, int]]]
-) -> list[Tensor]:
-    """The local part [local shape] of each of ``mine``, from what every rank had of it."""
-    joined = [arrived.new_zeros(each.held.parameter.numel()) for each in mine]
-    at = 0
-    for of_rank in shares:
-        for matrix, (low, high) in zip(joined, of_rank, strict=True):
-            matrix[low:high] = arrived[at : at + high - low]
-            at += high - low
-    return [m.view(each.held.parameter.shape) for m, each in zip(joined, mine, strict=True)]
+def _made_orthogonal(matrices: Sequence[Slice], step: Update) -> Iterator[tuple[Slice, Tensor]]:
+    """The update of each slice that is here. Collective over the plane."""
+    deal = Deal(matrices)
+    there = deal.packed(lambda each: _direction(each, step))
+    arrived = all_to_all(there, deal.sent, deal.received, deal.axis, tag="optimizer")
+    del there  # what is packed, and what has arrived, are as large as all momentum
+    local = deal.joined(arrived)
+    del arrived
+    whole = _whole(local, deal.mine, step.tp)
+    del local
+    for at, each in enumerate(deal.mine):
+        made = _orthogonal(whole[at], each, step)
+        whole[at] = cut(made, each.held.placement, step.tp).reshape(-1)
+    back = deal.shared_out(whole)
+    del whole
+    returned = all_to_all(back, deal.received, deal.sent, deal.axis, tag="optimizer")
+    parts = returned.split([each.high - each.low for each in deal.here])
+    return zip(deal.here, parts, strict=True)
 
 
 def _whole(local: list[Tensor], mine: Sequence[Slice], tp: Axis) -> list[Tensor]:

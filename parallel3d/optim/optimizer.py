@@ -123,6 +123,10 @@ class ShardedOptimizer:
         ]
         return sum(room.nbytes for room in rooms)
 
+    def sent(self) -> int:
+        """Bytes that a step sends over ``dp``: none, each element is for itself."""
+        return 0
+
     def counters(self) -> dict[str, State]:
         """Numbers that the optimizer keeps in its groups, such as a count of steps, by group."""
         found: dict[str, State] = {}

@@ -23,6 +23,7 @@ from ..zero.flat import Flat, Held
 from .bundle import Make, Options, State, Updated
 
 Range = tuple[int, int]
+Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(eq=False)
@@ -86,9 +87,10 @@ class Slice:
         )
         return [(part[0] + offset, place) for offset, place in found]
 
-    def blank(self) -> Tensor:
-        """Zeros for each of ``values``."""
-        return torch.zeros_like(self.values)
+    @property
+    def extent(self) -> tuple[int]:
+        """The shape of ``values``."""
+        return (self.high - self.low,)
 
     def _of(self, flat: Tensor) -> Tensor:
         first = self.flat.updated[0]
@@ -124,12 +126,15 @@ class Rule(Protocol):
     def check(self, name: str, shape: tuple[int, ...], options: Options) -> None:
         """Raise ValueError for a parameter that it cannot update."""
 
-    def blank(self, each: Slice, options: Options) -> State:
-        """The state of a slice before the first step.
+    def shapes(self, each: Slice, options: Options) -> Shapes:
+        """Of the state of a slice, which is zeros before the first step.
 
-        An entry of the shape of ``values`` is sharded as they are; any other tensor is of the
-        whole parameter, and has two dims or more.
+        An entry of the shape of ``values`` is sharded as they are; any other is of the whole
+        parameter, and has two dims or more.
         """
+
+    def sent(self, slices: Sequence[Slice], options: Sequence[Options]) -> int:
+        """Bytes that a step of this rank sends over ``dp``; options are those of each group."""
 
     def update(self, slices: Sequence[Slice], step: Update) -> None:
         """Write new ``values`` and states. Collective over the plane."""
@@ -189,12 +194,22 @@ class WholeOptimizer:
 
     def blank_states(self) -> list[State]:
         """States as before a first step, to be written over."""
-        return [self.rule.blank(each, self.options[each.held.group]) for each in self._here()]
+        return [
+            {name: each.values.new_zeros(shape) for name, shape in self._shapes(each).items()}
+            for each in self._here()
+        ]
 
     def predicted_bytes(self) -> int:
         """Of the state that a first step will make."""
-        entries = [entry for state in self.blank_states() for entry in state.values()]
-        return sum(entry.numel() * entry.element_size() for entry in entries)
+        return sum(
+            prod(shape) * each.values.element_size()
+            for each in self._here()
+            for shape in self._shapes(each).values()
+        )
+
+    def sent(self) -> int:
+        """Bytes that a step of this rank sends over ``dp``."""
+        return self.rule.sent(self.slices, self.options) if self.slices else 0
 
     def counters(self) -> dict[str, State]:
         """None: the number of updates is all."""
@@ -211,6 +226,9 @@ class WholeOptimizer:
             each.state = {}
         for each, state in zip(self._here(), states, strict=False):
             each.state = state
+
+    def _shapes(self, each: Slice) -> Shapes:
+        return self.rule.shapes(each, self.options[each.held.group])
 
     def _here(self) -> list[Slice]:
         return [each for each in self.slices if each.here]

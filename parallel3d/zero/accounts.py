@@ -22,13 +22,20 @@ from .values import Owned
 class Sent(NamedTuple):
     """Bytes that a rank sends in a step.
 
-    ``values`` and ``gradients`` go over dp, to all that share a shard out or have the same one;
-    ``ties`` are gradients of tied parameters, over pp.
+    ``values`` and ``gradients`` go over dp, to all that share a shard out or have the same one,
+    as does what an ``optimizer`` sends to update whole parameters; ``ties`` are gradients of tied
+    parameters, over pp.
     """
 
     values: int
     gradients: int
     ties: int
+    optimizer: int = 0
+
+    @property
+    def over_dp(self) -> int:
+        """All but ties."""
+        return self.values + self.gradients + self.optimizer
 
 
 class Touch(NamedTuple):

@@ -15,6 +15,7 @@ from parallel3d import (
     Grid,
     Topology,
 )
+from parallel3d.assemble.accounts import account
 from parallel3d.memory import memory, predicted
 from tests.engine.cases import (
     Tensors,
@@ -218,6 +219,33 @@ def test_ties_and_ranks_without_anything_to_train() -> None:
     for other in others:
         for name in NAMES:
             assert error(other[name], whole[name]) < 1e-12
+
+
+def sent_bytes(topology: Topology) -> list[tuple[int, int, int]]:
+    """Of a step: over dp by the ledger, without the count of items; on paper; for the update."""
+    found, d = [], topology.dp.size
+    for name in NAMES:
+        for zero in ZEROS:
+            mine = ragged_engine(topology, name, zero=zero)
+            for step in range(2):
+                mine.parts.ledger.reset()
+                ragged_steps(mine, range(step, step + 1))
+            sent = account(mine.parts).sent
+            dp = mine.parts.ledger.bytes()["dp"] - 2 * 8 * (d - 1) // d
+            found.append((dp, sent.over_dp, sent.optimizer))
+    return found
+
+
+@pytest.mark.parametrize("layout", ["1x3x1", "1x2x2", "2x2x1"])
+def test_an_update_sends_the_bytes_that_were_predicted(layout: str) -> None:
+    found = run_on(Grid.parse(layout), sent_bytes)
+    for of_rank in found:
+        for by_ledger, on_paper, _ in of_rank:
+            assert by_ledger == on_paper
+    # Below stage 1 a rank updates everything, and Muon needs nobody.
+    update = [any(rank[at][2] for rank in found) for at in range(len(found[0]))]
+    asked = [(name, zero) for name in NAMES for zero in ZEROS]
+    assert update == [name != "muon" or zero > 0 for name, zero in asked]
 
 
 def state_bytes(topology: Topology) -> list[Any]:

@@ -15,7 +15,7 @@ from parallel3d import (
 from parallel3d.build import build_engine, build_model
 from parallel3d.config import compose, settle
 from parallel3d.optim import Lamb, Muon
-from parallel3d.optim.muon import deal
+from parallel3d.optim.deal import dealt
 from parallel3d.optim.newton_schulz import orthogonal
 from parallel3d.optim.whole import WholeOptimizer
 from tests.engine.cases import (
@@ -118,9 +118,9 @@ def test_torchs_own_muon_trains_matrices() -> None:
 
 
 def test_matrices_are_dealt_out_evenly() -> None:
-    assert deal([5, 1, 1, 1, 2], 2) == [0, 1, 1, 1, 1]
-    assert deal([1.0] * 5, 1) == [0] * 5
-    assert sorted(deal([1.0] * 8, 4)) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert dealt([5, 1, 1, 1, 2], 2) == [0, 1, 1, 1, 1]
+    assert dealt([1.0] * 5, 1) == [0] * 5
+    assert sorted(dealt([1.0] * 8, 4)) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 @pytest.mark.parametrize("shape", [(5, 9), (9, 5), (6, 6)])
