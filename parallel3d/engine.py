@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from .assemble import Offload, Options, assemble
 from .assemble.model import DTYPES
+from .assemble.options import scaler_of
 from .assemble.state import load_state, save_state, whole_state
 from .batch import Batch, check_same, shapes_of, split, to_device
 from .comm.collectives import Pending, all_reduce, broadcast, start_all_reduce
 from .optim.norm import clip, clip_coefficient
-from .optim.scaler import LossScaler
 from .pipeline.actions import Program
 from .pipeline.runtime import Step
 from .rng import seed_of
@@ -150,13 +150,14 @@ class Engine:
         timeout: float = 600.0,
         seed: int = 0,
     ) -> None:
-        given = dict(locals())
-        _check(reduce_dtype, precision, max_grad_norm)
-        _check_zero(zero, zero_reduce, gather_budget, shard_size, topology.dp.size)
-        given["offload"] = offloaded = Offload.of(offload)
-        _check_offload(offloaded, zero)
-        self.scaler = LossScaler.of(precision, fp16)
+        given = {**locals(), "offload": Offload.of(offload)}
         options = Options(**{each.name: given[each.name] for each in fields(Options)})
+        options.check(topology.dp.size, topology.tp.size)
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ValueError(
+                f"max_grad_norm = {max_grad_norm} must be above 0, or None for no clipping"
+            )
+        self.scaler = scaler_of(precision, fp16)
         self.topology, self.seed = topology, seed
         self.max_grad_norm, self.max_bad_steps = max_grad_norm, max_bad_steps
         self.watch = watch_over(topology, timeout)
@@ -345,44 +346,3 @@ class Engine:
 def _inverse(items: Tensor) -> Tensor:
     """One over a count; 0 of nothing, so that a batch without items gives zeros."""
     return torch.where(items > 0, 1.0 / items.clamp(min=1).double(), 0.0)
-
-
-def _check_zero(
-    zero: int, reduce: str, gather_budget: int | None, shard_size: int | None, dp: int
-) -> None:
-    if zero not in (0, 1, 2, 3):
-        raise ValueError(f"zero = {zero!r} is not one of 0, 1, 2, 3")
-    if reduce not in ("each", "last"):
-        raise ValueError(f"zero_reduce = {reduce!r} is not one of each, last")
-    if gather_budget is not None and gather_budget < 0:
-        raise ValueError(f"gather_budget = {gather_budget} is a number of bytes, 0 or more")
-    if shard_size is not None and (shard_size < 1 or dp % shard_size):
-        sizes = [size for size in range(1, dp + 1) if dp % size == 0]
-        raise ValueError(
-            f"shard_size = {shard_size} does not divide dp = {dp}: use one of "
-            f"{', '.join(map(str, sizes))}"
-        )
-    if shard_size not in (None, dp) and zero == 0:
-        raise ValueError(
-            f"shard_size = {shard_size} says over how many ranks is sharded, but zero = 0 shards "
-            f"nothing: use zero=1 or more, or leave it None"
-        )
-
-
-def _check(reduce_dtype: str | None, precision: str, max_grad_norm: float | None) -> None:
-    if reduce_dtype not in (None, "fp32", "bf16", "fp16"):
-        raise ValueError(f"reduce_dtype = {reduce_dtype!r} is not one of None, fp32, bf16, fp16")
-    if precision not in DTYPES:
-        raise ValueError(f"precision = {precision!r} is not one of {', '.join(DTYPES)}")
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise ValueError(
-            f"max_grad_norm = {max_grad_norm} must be above 0, or None for no clipping"
-        )
-
-
-def _check_offload(asked: Offload, zero: int) -> None:
-    if asked.parameters != "none" and zero != 3:
-        raise ValueError(
-            f"offload.parameters = {asked.parameters}, but zero = {zero} keeps parameters whole on "
-            f"the device: use zero=3, or offload.parameters=none"
-        )

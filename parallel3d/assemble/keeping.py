@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ..comm.host import host_axis
-from ..config.options import check_recompute
 from ..pipeline.activations import Activations
 from ..pipeline.cut_inputs import CutInputs
 from ..pipeline.offload import Host
@@ -12,11 +11,7 @@ from .options import Options
 
 
 def activations_of(options: Options, topology: Topology, host: Axis | None = None) -> Activations:
-    """As the options say; copies are counted on ``host``.
-
-    Raises ValueError for options that contradict each other.
-    """
-    check_activations(options, topology.tp.size)
+    """As the options say; copies are counted on ``host``."""
     away = options.offload.activations == "cpu"
     return Activations(
         options.recompute,
@@ -24,15 +19,4 @@ def activations_of(options: Options, topology: Topology, host: Axis | None = Non
         topology.tp,
         CutInputs(topology.tp) if options.recompute_partition else None,
         Host(topology.device, host or host_axis(topology.rank)) if away else None,
-    )
-
-
-def check_activations(options: Options, tp: int) -> None:
-    """Raise ValueError, in the words of the configuration, for what contradicts itself."""
-    check_recompute(
-        options.recompute,
-        options.recompute_every,
-        options.recompute_partition,
-        compiled=options.compile,
-        tp=tp,
     )

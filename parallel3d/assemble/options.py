@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from difflib import get_close_matches
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..config.schema import Fp16
+from ..config.shared import (
+    check_loss_scale,
+    check_mapping,
+    check_offload,
+    check_precision,
+    check_recompute,
+    check_zero,
+)
 from ..optim.optimizer import Options as Group
+from ..optim.scaler import LossScaler
 from ..pipeline.actions import Program
 from ..pipeline.criterion import LossFn
 
@@ -26,39 +35,18 @@ class Offload:
 
     @classmethod
     def of(cls, asked: Offload | Mapping[str, Any] | None) -> Offload:
-        """From the engine's argument. Raises ValueError for a key or a place that is none."""
-        if asked is None or isinstance(asked, Offload):
-            asked = asdict(asked or cls())
-        if not isinstance(asked, Mapping):
-            raise ValueError(f"offload = {asked!r} is not a mapping like {{'optimizer': 'cpu'}}")
-        known = [each.name for each in fields(cls)]
-        for key, value in asked.items():
-            if key not in known:
-                close = get_close_matches(key, known, n=1, cutoff=0.0)
-                raise ValueError(f"offload.{key} is not a key; did you mean offload.{close[0]}?")
-            if key != "path" and value not in PLACES[key]:
-                raise ValueError(
-                    f"offload.{key} = {value!r} is not one of {', '.join(PLACES[key])}"
-                )
-        made = cls(**asked)
-        if made.optimizer == "disk" and made.path is None:
-            raise ValueError(
-                "offload.optimizer = disk, but offload.path is null: set it to a folder on a "
-                "local disk, or offload.optimizer=cpu"
-            )
-        if made.optimizer != "disk" and made.path is not None:
-            raise ValueError(
-                f"offload.path = {made.path}, but nothing goes to disk: set "
-                f"offload.optimizer=disk, or offload.path=null"
-            )
-        return made
+        """From the engine's argument. Raises ValueError for a key that is none."""
+        if isinstance(asked, Offload):
+            return asked
+        check_mapping("offload", asked or {}, asdict(cls()))
+        return cls(**(asked or {}))
 
 
-PLACES = {
-    "optimizer": ("none", "cpu", "disk"),
-    "parameters": ("none", "cpu"),
-    "activations": ("none", "cpu"),
-}
+def scaler_of(precision: str, asked: Mapping[str, Any] | None) -> LossScaler | None:
+    """From the engine's arguments; None unless ``precision`` is fp16. Raises ValueError."""
+    check_mapping("fp16", asked or {}, vars(Fp16()))
+    check_loss_scale(precision, asked or {})
+    return LossScaler(**(asked or {})) if precision == "fp16" else None
 
 
 @dataclass
@@ -92,3 +80,16 @@ class Options:
     compile: bool = False
     timeout: float = 600.0
     seed: int = 0
+
+    def check(self, dp: int, tp: int) -> None:
+        """Raise ValueError, in the words of the configuration, for what contradicts itself."""
+        check_precision(self.precision, self.reduce_dtype)
+        check_zero(self.zero, self.zero_reduce, self.gather_budget, self.shard_size, dp)
+        check_offload(asdict(self.offload), self.zero)
+        check_recompute(
+            self.recompute,
+            self.recompute_every,
+            self.recompute_partition,
+            compiled=self.compile,
+            tp=tp,
+        )

@@ -24,7 +24,7 @@ from ..pipeline.stage import Stage, Unit
 from ..topology import Topology
 from ..zero.shards import Shards
 from .flats import Sharding, flats_of, frozen_of, groups_of, kept_of
-from .keeping import activations_of, check_activations
+from .keeping import activations_of
 from .model import (
     DTYPES,
     Facts,
@@ -97,7 +97,6 @@ def assemble(model: nn.Module, topology: Topology, options: Options) -> Parts:
     num_items = options.num_items or default_num_items(options.loss_fn)
     facts = facts_of(units)
     check_placements(facts)
-    check_activations(options, topology.tp.size)
     programs, cuts, costs, unit = make_plan(units, facts, topology, options)
     groups, group_of = groups_of(units, facts, options.param_groups)
     rule = check_optimizer(options, groups, group_of, facts, topology.device)

@@ -8,7 +8,8 @@ from typing import Any, get_args
 
 from . import options
 from .optimizer import check_optimizer
-from .schema import Config, Degrees, Fp16
+from .schema import Config, Degrees
+from .shared import check_loss_scale, check_offload, check_precision, check_recompute, check_zero
 from .targets import check_keys, locate, takes
 from .values import spell
 
@@ -19,11 +20,7 @@ AT_LEAST: dict[str, float] = {
     "pipeline.num_microbatches": 1,
     "pipeline.num_chunks": 1,
     "pipeline.memory_limit": 1,
-    "zero.shard_size": 1,
     "zero.gather_budget": 1,
-    "fp16.window": 1,
-    "fp16.hysteresis": 1,
-    "recompute.every": 1,
     "data.seq_len": 1,
     "data.global_batch_size": 1,
     "data.microbatch_size": 1,
@@ -64,17 +61,13 @@ def check(config: Config) -> None:
         _degrees,
         _names,
         _schedule,
-        _loss_scale,
         _optim,
-        _offload,
         _targets,
         _sequence,
         _microbatches,
     ):
         rule(config)
-    _recompute(config)
-    for key in options.BUILT:
-        options.require_built(key, get(config, key))
+    _shared(config)
 
 
 def settle(config: Config, pp: int, dp: int, tp: int) -> Config:
@@ -89,28 +82,12 @@ def settle(config: Config, pp: int, dp: int, tp: int) -> Config:
             f"model.num_heads = {heads} is not a multiple of topology.tp = {tp}: "
             f"set model.num_heads={-(-heads // tp) * tp}, or a topology.tp that divides {heads}"
         )
-    _shard_size(config, dp)
-    _recompute(config, tp)
+    _shared(config, dp, tp)
     return replace(
         config,
         topology=Degrees(pp, dp, tp),
         pipeline=replace(config.pipeline, num_microbatches=_settled_microbatches(config, dp)),
     )
-
-
-def _shard_size(config: Config, dp: int) -> None:
-    size, stage = config.zero.shard_size, config.zero.stage
-    if size is not None and dp % size:
-        near = [s for s in range(1, dp + 1) if dp % s == 0]
-        raise ValueError(
-            f"zero.shard_size = {size} does not divide topology.dp = {dp}: set zero.shard_size="
-            f"{min(near, key=lambda s: abs(s - size))}, or null for all of dp"
-        )
-    if size not in (None, dp) and stage == 0:
-        raise ValueError(
-            f"zero.shard_size = {size} says over how many ranks is sharded, but zero.stage = 0 "
-            f"shards nothing: set zero.stage=1 or more, or zero.shard_size=null"
-        )
 
 
 def check_resume(saved: Config, config: Config) -> None:
@@ -198,34 +175,6 @@ def _schedule(config: Config) -> None:
         )
 
 
-def _loss_scale(config: Config) -> None:
-    asked, default = vars(config.fp16), vars(Fp16())
-    changed = [key for key, value in asked.items() if value != default[key]]
-    if changed and config.precision != "fp16":
-        raise ValueError(
-            f"fp16.{changed[0]} = {spell(asked[changed[0]])} is of precision=fp16, but precision = "
-            f"{config.precision}: leave it {spell(default[changed[0]])}, or set precision=fp16"
-        )
-    moving = [key for key in changed if key != "scale"]
-    if moving and config.fp16.scale is not None:
-        raise ValueError(
-            f"fp16.{moving[0]} = {spell(asked[moving[0]])} is of a scale that moves, but "
-            f"fp16.scale = {config.fp16.scale} is a fixed one: leave it null, or fp16.{moving[0]} "
-            f"{spell(default[moving[0]])}"
-        )
-    for key in ("initial_scale", "min_scale", "scale"):
-        if asked[key] is not None and not 0 < asked[key] <= 2.0**64:
-            raise ValueError(
-                f"fp16.{key} = {asked[key]} is not in 0 < fp16.{key} <= 2^64: use a power of two, "
-                f"such as 65536"
-            )
-    if config.fp16.initial_scale < config.fp16.min_scale:
-        raise ValueError(
-            f"fp16.initial_scale = {config.fp16.initial_scale} is below fp16.min_scale = "
-            f"{config.fp16.min_scale}: raise the one or lower the other"
-        )
-
-
 def _optim(config: Config) -> None:
     optim = config.optim
     for beta in optim.betas:
@@ -237,26 +186,6 @@ def _optim(config: Config) -> None:
             f"as a share of optim.lr"
         )
     check_optimizer(optim)
-
-
-def _offload(config: Config) -> None:
-    to, path = config.offload.optimizer, config.offload.path
-    if to == "disk" and path is None:
-        raise ValueError(
-            "offload.optimizer = disk, but offload.path is null: set it to a folder on a local "
-            "disk, or offload.optimizer=cpu"
-        )
-    if to != "disk" and path is not None:
-        raise ValueError(
-            f"offload.path = {path}, but nothing goes to disk: set offload.optimizer=disk, or "
-            f"offload.path=null"
-        )
-    if config.offload.parameters == "cpu" and config.zero.stage != 3:
-        raise ValueError(
-            f"offload.parameters = {config.offload.parameters}, but zero.stage = "
-            f"{config.zero.stage} keeps parameters whole on the device: set zero.stage=3, or "
-            f"offload.parameters=none"
-        )
 
 
 def _targets(config: Config) -> None:
@@ -291,9 +220,13 @@ def _microbatches(config: Config) -> None:
         )
 
 
-def _recompute(config: Config, tp: int | None = None) -> None:
-    about = config.recompute
-    options.check_recompute(about.mode, about.every, about.partition, config.compile, tp)
+def _shared(config: Config, dp: int | None = None, tp: int | None = None) -> None:
+    zero, again = config.zero, config.recompute
+    check_precision(config.precision, zero.reduce_dtype)
+    check_loss_scale(config.precision, vars(config.fp16))
+    check_zero(zero.stage, zero.reduce, zero.gather_budget, zero.shard_size, dp)
+    check_offload(vars(config.offload), zero.stage)
+    check_recompute(again.mode, again.every, again.partition, config.compile, tp)
 
 
 def _flat(config: Any, path: str = "") -> dict[str, Any]:

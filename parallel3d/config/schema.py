@@ -71,7 +71,7 @@ class Offload:
 
     optimizer: options.OffloadTo
     parameters: options.OffloadTo
-    activations: options.OffloadToHost
+    activations: options.OffloadTo
     path: str | None
 
 

@@ -7,11 +7,7 @@ scale before the backward, and the update divides by it (Micikevicius et al., 20
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from difflib import get_close_matches
-from inspect import signature
-from typing import Any
 
 LARGEST = 2.0**64  # gradients that are all zero never overflow: a scale must stay finite in fp32
 
@@ -26,9 +22,6 @@ class LossScaler:
             and with each one after that.
         min_scale: it never falls below.
         scale: a fixed one instead, which never moves.
-
-    Raises:
-        ValueError: a value out of range.
     """
 
     def __init__(
@@ -39,28 +32,10 @@ class LossScaler:
         min_scale: float = 1.0,
         scale: float | None = None,
     ) -> None:
-        _check(initial_scale, window, hysteresis, min_scale, scale)
         self.scale = float(initial_scale if scale is None else scale)
         self.window, self.hysteresis, self.min_scale = window, hysteresis, float(min_scale)
         self.fixed = scale is not None
         self._good, self._left = 0, hysteresis
-
-    @classmethod
-    def of(cls, precision: str, asked: Mapping[str, Any] | None) -> LossScaler | None:
-        """From the engine's arguments: None unless ``precision`` is fp16, which alone needs one."""
-        if precision != "fp16":
-            if asked is not None:
-                raise ValueError(
-                    f"fp16 = {dict(asked)} scales the loss of precision='fp16', but precision = "
-                    f"{precision!r}: leave it None"
-                )
-            return None
-        known = signature(cls).parameters
-        for key in asked or ():
-            if key not in known:
-                close = get_close_matches(key, known, n=1, cutoff=0.0)
-                raise ValueError(f"fp16.{key} is not a key; did you mean fp16.{close[0]}?")
-        return cls(**(asked or {}))
 
     @property
     def can_fall(self) -> bool:
@@ -91,21 +66,3 @@ class LossScaler:
             self.scale = max(float(state["scale"]), self.min_scale)
             self._good = min(int(state["good"]), self.window - 1)
             self._left = min(int(state["left"]), self.hysteresis)
-
-
-def _check(initial: float, window: int, hysteresis: int, least: float, fixed: float | None) -> None:
-    for name, value in (("window", window), ("hysteresis", hysteresis)):
-        if value < 1:
-            raise ValueError(f"fp16.{name} = {value} is below 1: the least is fp16.{name}=1")
-    scales = {"min_scale": least, "initial_scale": initial, "scale": fixed}
-    for name, scale in scales.items():
-        if scale is not None and not (0 < scale <= LARGEST and math.isfinite(scale)):
-            raise ValueError(
-                f"fp16.{name} = {scale} is not in 0 < fp16.{name} <= 2^64: use a power of two, "
-                f"such as 65536"
-            )
-    if initial < least:
-        raise ValueError(
-            f"fp16.initial_scale = {initial} is below fp16.min_scale = {least}: raise the one or "
-            f"lower the other"
-        )

@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from parallel3d import config
-from parallel3d.config import compose, options, read, settle
+from parallel3d.config import compose, read, settle
 
 
 def write(folder: Path, fields: Any) -> str:
@@ -162,16 +162,15 @@ def test_the_command_line_may_repeat_the_file_and_replaces_what_the_file_implies
     assert (found.optim.eps, found.optim.min_lr_ratio) == (1e-8, 1e-4)
 
 
-def test_what_is_not_built_is_refused_by_both_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(options.BUILT, "zero.stage", (0, 1))
+def test_what_is_not_built_is_refused_by_both_names(tmp_path: Path) -> None:
+    fields = zero(stage=3, offload_param={"device": "nvme"})
     message = (
-        r"zero\.stage = 2 is not built yet: the nearest that works is zero\.stage=1 "
-        r"\(zero\.stage comes from zero_optimization\.stage = 2 in ds\.json\)"
+        r"offload\.parameters = disk is not built yet: the nearest that works is "
+        r"offload\.parameters=cpu \(offload\.parameters comes from "
+        r'zero_optimization\.offload_param\.device = "nvme" in ds\.json'
     )
     with pytest.raises(ValueError, match=message):
-        compose(write(tmp_path, zero(stage=2)))
+        compose(write(tmp_path, fields))
 
 
 def test_a_batch_of_one_rank_needs_the_number_of_ranks(tmp_path: Path) -> None:

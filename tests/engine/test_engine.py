@@ -252,17 +252,27 @@ def test_the_norm_is_reported_before_clipping_and_the_update_is_clipped() -> Non
 
 
 WRONG = {
-    "zero = 4 is not one of 0, 1, 2, 3": {"zero": 4},
-    "zero_reduce = 'never' is not one of each, last": {"zero_reduce": "never"},
-    "reduce_dtype = 'fp64' is not one of None, fp32, bf16, fp16": {"reduce_dtype": "fp64"},
+    "zero.stage = 4 is not one of 0, 1, 2, 3": {"zero": 4},
+    "zero.reduce = 'never' is not one of each, last": {"zero_reduce": "never"},
+    "zero.reduce_dtype = 'fp64' is not one of fp32, bf16, fp16": {"reduce_dtype": "fp64"},
     "precision = 'fp8' is not one of fp32, bf16, fp16, fp64": {"precision": "fp8"},
-    "scales the loss of precision='fp16', but precision = 'bf16'": {
+    "fp16.scale = 128 is of precision=fp16, but precision = bf16": {
         "precision": "bf16",
         "fp16": {"scale": 128},
     },
     "fp16.windows is not a key; did you mean fp16.window": {
         "precision": "fp16",
         "fp16": {"windows": 5},
+    },
+    "fp16.window = 5 is of a scale that moves, but fp16.scale = 8 is a fixed one": {
+        "precision": "fp16",
+        "fp16": {"scale": 8, "window": 5},
+    },
+    "fp16.window = 0 is below 1": {"precision": "fp16", "fp16": {"window": 0}},
+    "fp16.scale = inf is not in": {"precision": "fp16", "fp16": {"scale": math.inf}},
+    "fp16.initial_scale = nan is not in": {
+        "precision": "fp16",
+        "fp16": {"initial_scale": math.nan},
     },
     "recompute.mode = 'some' is not one of none, full, selective": {"recompute": "some"},
     "recompute.every = 0 is below 1": {"recompute": "full", "recompute_every": 0},
@@ -289,9 +299,9 @@ WRONG = {
     "offload.path = /x, but nothing goes to disk": {"offload": {"path": "/x"}},
     "state_dtype = 'fp8' is not one of None, bf16": {"state_dtype": "fp8"},
     r"AdamW with betas = \(0.9, 0.999\) and optim.state_dtype = bf16": {"state_dtype": "bf16"},
-    "offload.parameters = 'disk' is not one of none, cpu": {"offload": {"parameters": "disk"}},
-    "gather_budget = -1 is a number of bytes, 0 or more": {"gather_budget": -1},
-    "shard_size = 2 does not divide dp = 1: use one of 1": {"shard_size": 2},
+    "offload.parameters = disk is not built yet": {"offload": {"parameters": "disk"}},
+    "zero.gather_budget = -1 is a number of bytes, 0 or more": {"gather_budget": -1},
+    "zero.shard_size = 2 does not divide topology.dp = 1: set zero.shard_size=1": {"shard_size": 2},
     "LBFGS cannot update flat pieces": {"optimizer": torch.optim.LBFGS},
 }
 

@@ -101,6 +101,6 @@ def test_frozen_parameters_and_checkpoints_with_parameters_on_the_host(tmp_path:
 
 
 def test_parameters_stay_with_stages_that_keep_them_whole() -> None:
-    message = r"offload.parameters = cpu, but zero = 2 .* use zero=3, or offload.parameters=none"
+    message = r"offload.parameters = cpu, but zero.stage = 2 .* set zero.stage=3, or"
     with Topology.init() as topology, pytest.raises(ValueError, match=message):
         made(topology, zero=2, offload={"parameters": "cpu"})

@@ -124,8 +124,14 @@ def test_a_checkpoint_of_hybrid_shards_is_that_of_any_layout(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"shard_size": 3}, "shard_size = 3 does not divide dp = 2: use one of 1, 2"),
-        ({"shard_size": 1, "zero": 0}, "shard_size = 1 says over how many .* use zero=1 or more"),
+        (
+            {"shard_size": 3},
+            "zero.shard_size = 3 does not divide topology.dp = 2: set zero.shard_size=2",
+        ),
+        (
+            {"shard_size": 1, "zero": 0},
+            "shard_size = 1 says over how many .* set zero.stage=1 or more",
+        ),
     ],
 )
 def test_a_size_that_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
