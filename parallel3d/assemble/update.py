@@ -39,7 +39,7 @@ def check_optimizer(
     parameter's group.
     """
     if options.state_dtype not in STATE_DTYPES:
-        raise ValueError(f"state_dtype = {options.state_dtype!r} is not one of None, bf16")
+        raise ValueError(f"optim.state_dtype = {options.state_dtype!r} is not one of null, bf16")
     rule = rule_of(options.optimizer, groups)
     if rule is not None:
         _check_rule(rule, options, groups, group_of, facts)
@@ -59,12 +59,12 @@ def _check_rule(
     facts: Mapping[str, Facts],
 ) -> None:
     """Refuse what one unit at a time cannot do, and parameters, whichever rank holds them."""
-    asked = {"offload.optimizer": options.offload.optimizer, "state_dtype": options.state_dtype}
-    for key, value in asked.items():
-        if value not in ("none", None):
+    to, dtype = options.offload.optimizer, options.state_dtype
+    for key, value, none in (("offload.optimizer", to, "none"), ("optim.state_dtype", dtype, None)):
+        if value != none:
             raise ValueError(
                 f"{key} = {value} is for elementwise optimizers, such as torch.optim.AdamW, and "
-                f"{rule.name} is not one: leave it {'none' if '.' in key else None}"
+                f"{rule.name} is not one: leave it {none or 'null'}"
             )
     complete = options_of(options.optimizer, groups)
     for name, group in group_of.items():

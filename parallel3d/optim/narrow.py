@@ -58,8 +58,14 @@ def _check_sums(name: str, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _check_state(name: str, state: Options, parameter: Tensor) -> None:
-    for key, value in state.items():
-        if isinstance(value, Tensor) and value.numel() > 1 and value.shape != parameter.shape:
+    kept = {key: v for key, v in state.items() if isinstance(v, Tensor) and v.numel() > 1}
+    if not kept:
+        raise ValueError(
+            f"{name} with these options keeps no moments that optim.state_dtype = bf16 would "
+            f"narrow: set optim.state_dtype=null"
+        )
+    for key, value in kept.items():
+        if value.shape != parameter.shape:
             raise ValueError(
                 f"{name} keeps {key} {list(value.shape)} of a parameter "
                 f"{list(parameter.shape)}, which is not elementwise: optim.state_dtype = bf16 is "

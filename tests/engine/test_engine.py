@@ -297,7 +297,11 @@ WRONG = {
     },
     "offload.optimizer = disk, but offload.path is null": {"offload": {"optimizer": "disk"}},
     "offload.path = /x, but nothing goes to disk": {"offload": {"path": "/x"}},
-    "state_dtype = 'fp8' is not one of None, bf16": {"state_dtype": "fp8"},
+    "optim.state_dtype = 'fp8' is not one of null, bf16": {"state_dtype": "fp8"},
+    "SGD with these options keeps no moments that optim.state_dtype = bf16": {
+        "optimizer": torch.optim.SGD,
+        "state_dtype": "bf16",
+    },
     r"AdamW with betas = \(0.9, 0.999\) and optim.state_dtype = bf16": {"state_dtype": "bf16"},
     "offload.parameters = disk is not built yet": {"offload": {"parameters": "disk"}},
     "zero.gather_budget = -1 is a number of bytes, 0 or more": {"gather_budget": -1},

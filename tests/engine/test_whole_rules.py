@@ -84,7 +84,7 @@ def test_what_a_rule_cannot_do_is_refused_by_name(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"state_dtype": "bf16"}, r"state_dtype = bf16 is for elementwise .* leave it None"),
+        ({"state_dtype": "bf16"}, r"state_dtype = bf16 is for elementwise .* leave it null"),
         (
             {"offload": {"optimizer": "cpu"}},
             r"offload\.optimizer = cpu is for .*AdamW, and (LAMB|Adafactor|Muon) is .* none",
