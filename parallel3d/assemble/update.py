@@ -96,7 +96,7 @@ def make_optimizer(
             optimizer = ShardedOptimizer(*made, apart)
         if options.offload.parameters == "cpu":
             store = Store(pinned=topology.device.type == "cuda")
-            keep_on_host(shards.held_by_unit(), store, host)
+            keep_on_host(shards.held_by_unit(), store, host, topology.device)
         return optimizer
 
     if options.offload.optimizer != "disk":

@@ -55,19 +55,21 @@ class DiskStore(Store):
             ) from error
         self.close = weakref.finalize(self, _remove, self.folder, lock, os.getpid())
         self._files: dict[int, tuple[int, mmap.mmap]] = {}
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="disk")
+        # Apart, so that reading ahead does not wait for what is written behind.
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="disk-read")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="disk-write")
         self._writing: Future[None] | None = None
 
     def fetch(self, unit: int) -> None:
         """Have the kernel read a unit's file, in the background."""
         if unit in self._files:
-            self._worker.submit(_advise, self._files[unit][1], mmap.MADV_WILLNEED)
+            self._reader.submit(_advise, self._files[unit][1], mmap.MADV_WILLNEED)
 
     def release(self, unit: int) -> None:
         """Write a unit's file and let go of its memory, in the background, one unit at a time."""
         self.settle()
         if unit in self._files:
-            self._writing = self._worker.submit(_write, *self._files[unit])
+            self._writing = self._writer.submit(_write, *self._files[unit])
 
     def let_go(self, unit: int) -> None:
         """Keep no memory of a unit's file; what was written to it stays with the kernel."""

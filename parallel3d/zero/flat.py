@@ -82,7 +82,7 @@ class Flat:
 
     Masters may live away from the device: then ``away`` copies them to the values, and while an
     update is being made there ``coming`` waits until it has done so. So may the shards of stage 3:
-    then ``bring`` copies them to their place in ``data``.
+    then ``bring`` copies them to their place in ``data`` and gathers from there.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Flat:
             self.data, self.shard, self.master = of.data, of.shard, of.master
             of.users.append(self)
         self.away: Callable[[], None] | None = None
-        self.bring: Callable[[], None] | None = None
+        self.bring: Callable[[str], Pending] | None = None
         self.coming: Callable[[], None] | None = None
         self.grad: Tensor | None = None
         self._blank: Tensor | None = None
@@ -183,9 +183,9 @@ class Flat:
             flat.master = to
 
     def move_shard(
-        self, to: Tensor, *, bring: Callable[[], None], away: Callable[[], None]
+        self, to: Tensor, *, bring: Callable[[str], Pending], away: Callable[[], None]
     ) -> None:
-        """Keep the owned values in other memory, from which ``bring`` copies them into ``data``.
+        """Keep the owned values in other memory, from which ``bring`` gathers them into ``data``.
 
         Frozen ones are their own masters. Others stay where they are: ``away`` brings those on the
         device to the values.
@@ -246,10 +246,9 @@ class Flat:
     def gather(self, tag: str) -> Pending:
         """Give ``data`` memory, and start to fill it from everyone's ``shard``."""
         self._resize(self.nbytes)
-        if self.bring is None:
-            return start_all_gather(self.shard, self.data, self.axis, tag=tag)
-        self.bring()
-        return start_all_gather(self.data[slice(*self.owned)], self.data, self.axis, tag=tag)
+        if self.bring is not None:
+            return self.bring(tag)
+        return start_all_gather(self.shard, self.data, self.axis, tag=tag)
 
     def release(self) -> None:
         """Free the memory of ``data``, into which no gather may be under way."""

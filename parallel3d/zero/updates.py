@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,14 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.host import start_copy
+from ..comm.host import Copy, Lane, start_copy
 from ..topology import Axis
 from .flat import Flat
 from .store import Store
 
 Gradients = Mapping[Flat, Tensor]
 Update = Callable[[Gradients], None]
-Copy = Callable[[], None]
 SLOTS = 2
 
 
@@ -152,36 +150,6 @@ class HostUpdates:
         sizes = [sum(of(flat).nbytes for flat in flats) for flats in self.flats.values()]
         pinned = self._device.type == "cuda"
         return torch.empty(max(sizes, default=0), dtype=torch.uint8, pin_memory=pinned)
-
-
-class Lane:
-    """A stream of its own for copies; on the CPU they are made at once."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def now(self) -> Any:
-        """What has been queued by this thread so far."""
-        return None if self._stream is None else torch.cuda.current_stream().record_event()
-
-    def carry(self, copies: Sequence[Copy], after: Any) -> Any:
-        """Queue copies after a moment; the moment at which they are made."""
-        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            if self._stream is not None:
-                self._stream.wait_event(after)
-            for copy in copies:
-                copy()
-            return None if self._stream is None else self._stream.record_event()
-
-    def stay(self, moment: Any) -> None:
-        """Keep the host waiting for a moment."""
-        if moment is not None:
-            moment.synchronize()
-
-    def follow(self, moment: Any) -> None:
-        """Keep what this thread queues from now on waiting for a moment."""
-        if moment is not None:
-            torch.cuda.current_stream().wait_event(moment)
 
 
 def master_name(at: int) -> str:
