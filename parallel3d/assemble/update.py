@@ -83,17 +83,9 @@ def make_optimizer(
 
     Raises OSError or RuntimeError, on every rank, where a rank's disk cannot take its state.
     """
-    trained = shards.trained()
 
     def make() -> ShardedOptimizer | WholeOptimizer:
-        optimizer: ShardedOptimizer | WholeOptimizer
-        if rule is not None:
-            whole = options_of(options.optimizer, groups)
-            optimizer = WholeOptimizer(rule, trained, whole, topology.tp, options.lr_schedule)
-        else:
-            apart = _apart(shards, topology, options, host)
-            made = (options.optimizer, trained, groups, options.lr_schedule)
-            optimizer = ShardedOptimizer(*made, apart)
+        optimizer = _over_shards(rule, shards, groups, topology, options, host)
         if options.offload.parameters == "cpu":
             store = Store(pinned=topology.device.type == "cuda")
             keep_on_host(shards.held_by_unit(), store, host, topology.device)
@@ -104,18 +96,24 @@ def make_optimizer(
     return agree(topology.world, make)
 
 
-def _apart(shards: Shards, topology: Topology, options: Options, host: Axis) -> Apart | None:
-    dtype = STATE_DTYPES[options.state_dtype]
-    store = _store(options.offload, topology)
-    flats = {
-        unit: [flat for flat in shards.flats[unit] if flat.of is None]
-        for unit in sorted(shards.flats)
-    }
-    flats = {unit: mine for unit, mine in flats.items() if mine}
-    if store is None:
-        return None if dtype is None else Apart(flats, dtype)
-    shards.host = HostUpdates(flats, store, host, topology.device)
-    return Apart(flats, dtype, shards.host)
+def _over_shards(
+    rule: Rule | None,
+    shards: Shards,
+    groups: Sequence[Group],
+    topology: Topology,
+    options: Options,
+    host: Axis,
+) -> ShardedOptimizer | WholeOptimizer:
+    trained, curve = shards.trained(), options.lr_schedule
+    if rule is not None:
+        complete = options_of(options.optimizer, groups)
+        return WholeOptimizer(rule, trained, complete, topology.tp, curve)
+    dtype, store = STATE_DTYPES[options.state_dtype], _store(options.offload, topology)
+    units = shards.trained_by_unit()
+    if store is not None:
+        shards.host = HostUpdates(units, store, host, topology.device)
+    apart = Apart(units, dtype, shards.host) if store or dtype else None
+    return ShardedOptimizer(options.optimizer, trained, groups, curve, apart)
 
 
 def _store(offload: Offload, topology: Topology) -> Store | None:

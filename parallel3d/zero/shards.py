@@ -76,7 +76,7 @@ class Shards:
         homes = {flat: unit for flat, unit in homes.items() if flat.of is None}
         if any(flat.stage == 3 for flat in homes):
             return Owned(self._needs(homes), homes, budget)
-        return Whole({unit: [f for f in self.flats[unit] if f.of is None] for unit in self.flats})
+        return Whole(self.trained_by_unit())
 
     def _needs(self, homes: Mapping[Flat, int]) -> dict[int, list[Flat]]:
         """Of each unit the flats of its parameters; frozen ones may lie in another unit's."""
@@ -97,17 +97,22 @@ class Shards:
 
     def trained(self) -> list[Flat]:
         """Those whose parameters are updated here: all but second uses of tied ones."""
-        return [flat for flat in self.all() if flat.of is None]
+        return [flat for flats in self.trained_by_unit().values() for flat in flats]
+
+    def trained_by_unit(self) -> dict[int, list[Flat]]:
+        """As ``trained``, of each unit that has some."""
+        own = {unit: [f for f in self.flats[unit] if f.of is None] for unit in sorted(self.flats)}
+        return {unit: flats for unit, flats in own.items() if flats}
 
     def held(self) -> list[Flat]:
         """Every flat buffer with values: trained ones, and where they are sharded frozen ones."""
-        return [*self.trained(), *(flat for unit in sorted(self.kept) for flat in self.kept[unit])]
+        return [flat for flats in self.held_by_unit().values() for flat in flats]
 
     def held_by_unit(self) -> dict[int, list[Flat]]:
         """As ``held``, of each unit that has some."""
-        units = sorted({*self.flats, *self.kept})
-        both = {u: [*self.flats.get(u, ()), *self.kept.get(u, ())] for u in units}
-        return {unit: [flat for flat in both[unit] if flat.of is None] for unit in units}
+        own = self.trained_by_unit()
+        units = sorted({*own, *self.kept})
+        return {unit: [*own.get(unit, ()), *self.kept.get(unit, ())] for unit in units}
 
     def begin(self, uses: Sequence[int], num_microbatches: int, training: bool) -> None:
         """Of a program that uses these units' parameters, in order."""
