@@ -6,7 +6,8 @@ full size, so a disk that is too small is an error at the start and never a dead
 
 [Note: scratch] The files are worth nothing without the process that maps them: a checkpoint has
 copies. Each process has a folder of its own and holds a lock on it for as long as it lives. A
-folder whose lock is free was left by one that was killed, and the next run removes it.
+folder whose lock is free was left by one that was killed, and the next run removes it. Folders are
+made and removed by one process at a time, so none is seen before it has its lock.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import os
 import secrets
 import shutil
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -45,8 +47,9 @@ class DiskStore(Store):
         super().__init__()
         try:
             path.mkdir(parents=True, exist_ok=True)
-            remove_stale(path)
-            self.folder, lock = _claim(path, rank)
+            with _alone(path):
+                remove_stale(path)
+                self.folder, lock = _claim(path, rank)
         except OSError as error:
             raise OSError(
                 error.errno,
@@ -97,7 +100,7 @@ def remove_stale(path: Path) -> None:
     """Remove the folders of processes that were killed."""
     for folder in path.glob(FOLDER):
         with suppress(OSError):  # another process may be removing it
-            handle = os.open(folder / LOCK, os.O_RDWR)
+            handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
@@ -105,14 +108,23 @@ def remove_stale(path: Path) -> None:
                 os.close(handle)
 
 
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Wait for others that make or remove folders here, and keep them out."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
 def _claim(path: Path, rank: int) -> tuple[Path, int]:
-    """A folder of this process, locked before others can see it, and the handle of its lock."""
-    token = secrets.token_hex(4)
-    hidden, folder = path / f".{token}", path / f"rank-{rank:05d}-{token}"
-    hidden.mkdir()
-    handle = os.open(hidden / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    """A folder of this process, and the handle of its lock."""
+    folder = path / f"rank-{rank:05d}-{secrets.token_hex(4)}"
+    folder.mkdir()
+    handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(handle, fcntl.LOCK_EX)
-    hidden.rename(folder)
     return folder, handle
 
 

@@ -128,6 +128,12 @@ def test_a_killed_process_leaves_files_that_the_next_removes_and_a_living_one_ke
         living.communicate()
 
 
+def test_a_process_killed_while_it_makes_its_folder_leaves_none_either(tmp_path: Path) -> None:
+    (tmp_path / "rank-00001-0123abcd").mkdir()
+    store = DiskStore(tmp_path, 1)
+    assert list(tmp_path.iterdir()) == [store.folder]
+
+
 def test_a_clean_end_leaves_nothing(tmp_path: Path) -> None:
     process = child(tmp_path, 0)
     process.communicate()
