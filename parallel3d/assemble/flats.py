@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..comm.lines import open_shards
-from ..optim.optimizer import Options as Group
+from ..optim.make import Options as Group
 from ..pipeline.stage import Unit
 from ..topology import Axis, Topology
 from ..zero.flat import Flat, Held

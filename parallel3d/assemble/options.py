@@ -18,7 +18,7 @@ from ..config.shared import (
     check_recompute,
     check_zero,
 )
-from ..optim.optimizer import Options as Group
+from ..optim.make import Options as Group
 from ..optim.scaler import LossScaler
 from ..pipeline.actions import Program
 from ..pipeline.criterion import LossFn

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from ..checkpoint.agree import agree
-from ..optim.bundle import Options as Group
+from ..optim.make import Options as Group
 from ..optim.narrow import check_narrow
 from ..optim.optimizer import Apart, ShardedOptimizer
 from ..optim.probe import check_elementwise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from ..zero.flat import ALIGNMENT, Flat
 from ..zero.store import Room, Store
+from .make import Make, Options
 
-Options = dict[str, Any]
 State = dict[str, Any]
-Make = Callable[[list[Options]], torch.optim.Optimizer]
 
 
 class Updated(NamedTuple):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..comm.collectives import bytes_in_order
-from .bundle import Options
+from .make import Options
 from .whole import Shapes, Slice, Unbound, Update
 
 

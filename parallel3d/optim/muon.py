@@ -18,8 +18,8 @@ from torch import Tensor
 from ..comm.collectives import all_to_all, start_all_gather
 from ..placement import Replicate, cut
 from ..topology import Axis
-from .bundle import Options
 from .deal import Deal
+from .make import Options
 from .newton_schulz import Coefficients, orthogonal
 from .whole import Shapes, Slice, Unbound, Update
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from .bundle import Make, Options
+from .make import Make, Options, make_over
 
 LARGEST_BETA = 1 - 2**-8
 FACTORS = {"betas", "alpha", "rho", "momentum"}
@@ -28,7 +28,7 @@ def check_narrow(make: Make, groups: Sequence[Options], device: torch.device) ->
     """
     for options in groups or [{}]:
         parameter = nn.Parameter(torch.ones(ELEMENTS, device=device))
-        optimizer = make([{**options, "params": [parameter]}])
+        optimizer = make_over(make, options, [parameter])
         name = type(optimizer).__name__
         _check_sums(name, optimizer)
         _check_factors(name, optimizer.param_groups[0])

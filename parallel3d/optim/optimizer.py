@@ -14,14 +14,13 @@ from ..zero.updates import HostUpdates, master_name
 from .bundle import (
     Bundle,
     Keeping,
-    Make,
-    Options,
     Span,
     State,
     Updated,
     rooms_of,
     state_name,
 )
+from .make import Make, Options, made_for_trial
 
 
 class Apart(NamedTuple):
@@ -74,8 +73,8 @@ class ShardedOptimizer:
             if spans[unit]
         }
         # A rank that holds nothing of the first group still reports its learning rate.
-        first = {**(groups[0] if groups else {}), "params": [torch.nn.Parameter(torch.zeros(1))]}
-        self._first_lr = float(make([first]).param_groups[0].get("lr", 0.0))
+        first = made_for_trial(make, groups[0] if groups else {})
+        self._first_lr = float(first.param_groups[0].get("lr", 0.0))
 
     @property
     def inner(self) -> torch.optim.Optimizer | None:

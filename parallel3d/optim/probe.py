@@ -7,19 +7,17 @@ other numbers in every layout, and no error. So it is tried on a few numbers fir
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+
+from .make import Make, Options, make_over
 
 STEPS = 3
 SHAPES = ((3, 64), (2, 64))
 BORDERS = (64, 256)  # of the pieces: inside the first parameter, and inside the second
 WAY_OUT = "use an elementwise one, such as torch.optim.AdamW or SGD"
-
-Options = dict[str, Any]
-Make = Callable[[list[Options]], torch.optim.Optimizer]
 
 
 def check_elementwise(make: Make, groups: Sequence[Options], device: torch.device) -> None:
@@ -66,7 +64,7 @@ def _over(
     make: Make, options: Options, values: list[Tensor]
 ) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
     parameters = [nn.Parameter(value.clone()) for value in values]
-    return make([{**options, "params": parameters}]), parameters
+    return make_over(make, options, parameters), parameters
 
 
 def _train(

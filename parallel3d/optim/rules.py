@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from .adafactor import AdafactorRule
-from .bundle import Make, Options
 from .lamb import Lamb, LambRule
+from .make import Make, Options, made_for_trial
 from .muon import Muon, MuonRule
 from .whole import Rule
 
@@ -23,7 +22,5 @@ RULES: dict[type[torch.optim.Optimizer], type[Rule]] = {
 
 def rule_of(make: Make, groups: Sequence[Options]) -> Rule | None:
     """The rule of the optimizer that ``make`` gives; None for any other, hopefully elementwise."""
-    options = groups[0] if groups else {}
-    optimizer = make([{**options, "params": [nn.Parameter(torch.zeros(1, 1))]}])
-    rule = RULES.get(type(optimizer))
+    rule = RULES.get(type(made_for_trial(make, groups[0] if groups else {})))
     return None if rule is None else rule()

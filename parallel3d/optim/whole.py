@@ -20,7 +20,8 @@ from ..comm.collectives import sum_in_order
 from ..placement import Rectangle, Replicate, rectangles, whole_shape
 from ..topology import Axis
 from ..zero.flat import Flat, Held
-from .bundle import Make, Options, State, Updated
+from .bundle import State, Updated
+from .make import Make, Options, made_for_trial
 
 Range = tuple[int, int]
 Shapes = dict[str, tuple[int, ...]]
@@ -241,8 +242,7 @@ def options_of(make: Make, groups: Sequence[Options]) -> list[Options]:
     """Every group's options with the optimizer's own defaults, as it has checked them."""
     found = []
     for options in groups or [{}]:
-        optimizer = make([{**options, "params": [nn.Parameter(torch.zeros(1, 1))]}])
-        group: dict[str, Any] = optimizer.param_groups[0]
+        group: dict[str, Any] = made_for_trial(make, options).param_groups[0]
         found.append({key: value for key, value in group.items() if key != "params"})
     return found
 
