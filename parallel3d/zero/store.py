@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -78,4 +79,15 @@ class Store:
         """Wait for what ``release`` has begun."""
 
     def _block(self, unit: int, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+        block = torch.empty(size, dtype=torch.uint8)
+        if self._pinned and size:
+            _pin(block)
+        return block
+
+
+def _pin(block: Tensor) -> None:
+    """Lock the block's pages. Torch's own pinned memory is rounded up to a power of two."""
+    cuda = torch.cuda.cudart()
+    torch.cuda.check_error(cuda.cudaHostRegister(block.data_ptr(), block.nbytes, 0))
+    # Not at exit, when the device may be gone before this.
+    weakref.finalize(block, cuda.cudaHostUnregister, block.data_ptr()).atexit = False

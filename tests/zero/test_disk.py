@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -38,6 +39,25 @@ def test_tensors_are_those_reserved_and_belong_to_the_store(store: Store) -> Non
     assert store.nbytes == 4096 + 4096
     with pytest.raises(KeyError):
         store.tensor(4, "other")
+
+
+def test_pinned_memory_is_as_large_as_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is let go with its store. Not run on a device: what would be asked of one."""
+    pinned: dict[int, int] = {}
+
+    def register(address: int, size: int, flags: int) -> int:
+        pinned[address] = size
+        return 0
+
+    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=pinned.pop)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", int)
+    store = Store(pinned=True)
+    store.reserve(0, ROOMS)
+    store.reserve(1, {"empty": Room(0, torch.float32)})
+    assert pinned == {store.tensor(0, "master").data_ptr(): store.nbytes}
+    del store
+    assert pinned == {}
 
 
 def test_values_survive_being_let_go(store: Store) -> None:
@@ -91,6 +111,7 @@ def test_files_are_one_a_unit_in_a_folder_of_the_rank_and_go_with_the_store(tmp_
 CHILD = """
 import os, sys, time
 from pathlib import Path
+from types import SimpleNamespace
 import torch
 from parallel3d.zero.disk import DiskStore
 from parallel3d.zero.store import Room
