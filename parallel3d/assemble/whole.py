@@ -38,10 +38,10 @@ def join(fragments: list[Fragment], world: Axis) -> dict[str, Tensor]:
     return whole
 
 
-Piece = tuple[str, tuple[int, ...], Rectangle, torch.dtype]
+Packed = tuple[str, tuple[int, ...], Rectangle, torch.dtype]
 
 
-def _pack(fragments: list[Fragment]) -> tuple[list[Piece], Tensor]:
+def _pack(fragments: list[Fragment]) -> tuple[list[Packed], Tensor]:
     """What the fragments are, and all their bytes."""
     pieces = [(f.key, f.shape, f.rectangles[0], f.data.dtype) for f in fragments]
     data = [f.data.cpu().contiguous().view(torch.uint8) for f in fragments]
@@ -52,7 +52,7 @@ def _pack(fragments: list[Fragment]) -> tuple[list[Piece], Tensor]:
 
 
 def _unpack(
-    pieces: list[Piece], data: Tensor
+    pieces: list[Packed], data: Tensor
 ) -> Iterator[tuple[str, tuple[int, ...], Rectangle, Tensor]]:
     parts = data.split([place.area * dtype.itemsize for _, _, place, dtype in pieces])
     for (key, shape, place, dtype), part in zip(pieces, parts, strict=True):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..comm.collectives import bytes_in_order
 from .make import Options
-from .whole import Shapes, Slice, Update
+from .whole import Shapes, Slice, UpdateContext
 
 
 class AdafactorRule:
@@ -42,7 +42,7 @@ class AdafactorRule:
         counts = sum(map(_count, slices)), len(slices)
         return sum(bytes_in_order(count, torch.float64, axis) for count in counts)
 
-    def update(self, slices: Sequence[Slice], step: Update) -> None:
+    def update(self, slices: Sequence[Slice], step: UpdateContext) -> None:
         """The lines of ``torch.optim.Adafactor`` in their order."""
         flat = slices[0].flat
         squares = step.total(torch.cat([_squares(each, step) for each in slices]), flat)
@@ -71,7 +71,7 @@ def _count(each: Slice) -> int:
     return 1 + (sum(each.shape) if len(each.shape) == 2 else 0)
 
 
-def _squares(each: Slice, step: Update) -> Tensor:
+def _squares(each: Slice, step: UpdateContext) -> Tensor:
     """Of this rank's part: the weights' squared norm; of a matrix squares by row and by column."""
     found = torch.zeros(_count(each), dtype=torch.float64, device=each.flat.master.device)
     part = each.counted
@@ -87,14 +87,14 @@ def _squares(each: Slice, step: Update) -> Tensor:
     return found
 
 
-def _rate(each: Slice, step: Update, weight: Tensor) -> Tensor:
+def _rate(each: Slice, step: UpdateContext, weight: Tensor) -> Tensor:
     """The step size: a share of the weights' root mean square."""
     options = step.of(each)
     rms = (weight / each.numel).sqrt().clamp(min=options["eps"][1])
     return rms * min(options["lr"], step.number**-0.5)
 
 
-def _update(each: Slice, step: Update, squares: Tensor) -> Tensor:
+def _update(each: Slice, step: UpdateContext, squares: Tensor) -> Tensor:
     """The gradient over the root of its estimated variance, before any rate."""
     options, gradient = step.of(each), each.grads
     gradient = -gradient if options["maximize"] else gradient

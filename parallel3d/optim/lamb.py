@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..comm.collectives import bytes_in_order
 from .make import Options
-from .whole import Shapes, Slice, Unbound, Update
+from .whole import Shapes, Slice, Unbound, UpdateContext
 
 
 class Lamb(Unbound):
@@ -60,7 +60,7 @@ class LambRule:
         """Two squared norms of each."""
         return bytes_in_order(2 * len(slices), torch.float64, slices[0].flat.axis)
 
-    def update(self, slices: Sequence[Slice], step: Update) -> None:
+    def update(self, slices: Sequence[Slice], step: UpdateContext) -> None:
         """``w -= lr * |w| / |u| * u``, with 1 for the ratio where a norm is 0."""
         flat = slices[0].flat
         sums = torch.zeros(2 * len(slices), dtype=torch.float64, device=flat.master.device)
@@ -77,7 +77,7 @@ class LambRule:
             slices[at].values.addcmul_(direction, factor.to(direction.dtype))
 
 
-def _direction(each: Slice, step: Update) -> Tensor:
+def _direction(each: Slice, step: UpdateContext) -> Tensor:
     """Adam's update and the decay, before any rate."""
     options, gradient = step.of(each), each.grads
     (beta1, beta2), number = options["betas"], step.number

@@ -21,7 +21,7 @@ from ..topology import Axis
 from .deal import Deal
 from .make import Options
 from .newton_schulz import Coefficients, orthogonal
-from .whole import Shapes, Slice, Unbound, Update
+from .whole import Shapes, Slice, Unbound, UpdateContext
 
 RMS_OF_ADAMW = 0.2  # Liu et al. (2025, arXiv 2502.16982), section 2.2
 
@@ -94,7 +94,7 @@ class MuonRule:
         matrices = [s for s in slices if _is_matrix(s.shape, options[s.held.group])]
         return Deal(matrices).nbytes if matrices else 0
 
-    def update(self, slices: Sequence[Slice], step: Update) -> None:
+    def update(self, slices: Sequence[Slice], step: UpdateContext) -> None:
         """AdamW in place; Muon by way of the owners."""
         matrices = []
         for each in slices:
@@ -115,7 +115,7 @@ def _is_matrix(shape: tuple[int, ...], options: Options) -> bool:
     return len(shape) == 2 if asked is None else bool(asked)
 
 
-def _adamw(each: Slice, step: Update) -> None:
+def _adamw(each: Slice, step: UpdateContext) -> None:
     options, gradient = step.of(each), each.grads
     beta1, beta2 = options["betas"]
     first, second = each.state["exp_avg"], each.state["exp_avg_sq"]
@@ -126,7 +126,7 @@ def _adamw(each: Slice, step: Update) -> None:
     each.values.addcdiv_(first, root, value=-options["lr"] / (1 - beta1**step.number))
 
 
-def _direction(each: Slice, step: Update) -> Tensor:
+def _direction(each: Slice, step: UpdateContext) -> Tensor:
     """The momentum, or with Nesterov's look ahead."""
     options, momentum = step.of(each), each.state["momentum_buffer"]
     momentum.lerp_(each.grads, 1 - options["momentum"])
@@ -143,7 +143,9 @@ def _ratio(each: Slice, options: Options) -> float:
     return math.sqrt(max(1, rows / cols))
 
 
-def _made_orthogonal(matrices: Sequence[Slice], step: Update) -> Iterator[tuple[Slice, Tensor]]:
+def _made_orthogonal(
+    matrices: Sequence[Slice], step: UpdateContext
+) -> Iterator[tuple[Slice, Tensor]]:
     """The update of each slice that is here. Collective over the plane."""
     deal = Deal(matrices)
     there = deal.packed(lambda each: _direction(each, step))
@@ -195,7 +197,7 @@ def _assembled(each: Slice, parts: Sequence[Tensor]) -> Tensor:
     return whole
 
 
-def _orthogonal(matrix: Tensor, each: Slice, step: Update) -> Tensor:
+def _orthogonal(matrix: Tensor, each: Slice, step: UpdateContext) -> Tensor:
     options = step.of(each)
     eps = options["ns_eps" if "ns_eps" in options else "eps"]  # torch's own Muon has one eps
     made = orthogonal(matrix, options["ns_coefficients"], options["ns_steps"], eps)

@@ -98,7 +98,7 @@ class Slice:
         return flat[self.low - first : self.high - first]
 
 
-class Update(NamedTuple):
+class UpdateContext(NamedTuple):
     """One step: its number from 1, the options of each group with the rate of this step."""
 
     number: int
@@ -137,7 +137,7 @@ class Rule(Protocol):
     def sent(self, slices: Sequence[Slice], options: Sequence[Options]) -> int:
         """Bytes that a step of this rank sends over ``dp``; options are those of each group."""
 
-    def update(self, slices: Sequence[Slice], step: Update) -> None:
+    def update(self, slices: Sequence[Slice], step: UpdateContext) -> None:
         """Write new ``values`` and states. Collective over the plane."""
 
 
@@ -183,7 +183,7 @@ class WholeOptimizer:
             self._set(self.blank_states())
         self.updates += 1
         if self.slices:
-            self.rule.update(self.slices, Update(self.updates, options, self.tp))
+            self.rule.update(self.slices, UpdateContext(self.updates, options, self.tp))
 
     def parts(self) -> list[Updated]:
         """Everything this rank updates, a part for each parameter."""

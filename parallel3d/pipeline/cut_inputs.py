@@ -23,7 +23,7 @@ from .segment import Unit
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Piece(NamedTuple):
+class KeptPart(NamedTuple):
     """What is left of a tensor of ``shape``: the sums over the bits of each rank's part of it."""
 
     shape: torch.Size
@@ -61,7 +61,7 @@ class _Cut:
         put: Callable[[Sequence[Any]], Away],
     ) -> None:
         self.owner, self.unit = owner, unit
-        self.pieces: list[Piece | None] = []
+        self.pieces: list[KeptPart | None] = []
         self.gathers: list[tuple[Pending, Tensor]] = []
         kept = [self._cut(index, value) for index, value in enumerate(values)]
         self.inner: Away | None = put(kept)
@@ -102,10 +102,10 @@ class _Cut:
         sums = _sums(parts)
         if not self.owner.is_same(self.unit, index, lambda: sums):
             return value
-        self.pieces[-1] = Piece(value.shape, sums)
+        self.pieces[-1] = KeptPart(value.shape, sums)
         return parts[self.owner.axis.rank].clone()
 
-    def _join(self, piece: Piece, gathered: Tensor) -> Tensor:
+    def _join(self, piece: KeptPart, gathered: Tensor) -> Tensor:
         same = (_sums(gathered.view(self.owner.axis.size, -1)) == piece.sums).all()
         if gathered.device.type == "cuda":
             torch._assert_async(same)

@@ -137,7 +137,7 @@ class View(NamedTuple):
         return same.as_strided(self.size, self.stride, self.offset)
 
 
-class Bundle:
+class Luggage:
     """What one unit keeps of one microbatch; ``staying`` are addresses of storages left alone.
 
     Only views keep parcels: of what nothing needs any more nothing is copied.
@@ -200,7 +200,7 @@ class Saved:
             self.was_intact, self.here = self.is_intact, None
 
 
-class Saves(Bundle):
+class Saves(Luggage):
     """What the graph of the unit called ``name`` keeps."""
 
     def __init__(self, host: Host, name: str, staying: Iterable[int]) -> None:
@@ -241,14 +241,14 @@ class Stored:
     """Values of a unit with these outputs, of which the large tensors are away."""
 
     def __init__(self, host: Host, values: Sequence[Any], outputs: Sequence[Any]) -> None:
-        self.bundle = Bundle(host, _parts(values))
+        self.luggage = Luggage(host, _parts(values))
         self.values = [self._pack(value) for value in values]
         self.needs = [isinstance(value, Tensor) and value.requires_grad for value in values]
-        self.bundle.send(outputs)
+        self.luggage.send(outputs)
 
     def fetch(self) -> None:
         """Begin to bring them back."""
-        self.bundle.fetch()
+        self.luggage.fetch()
 
     def take(self) -> list[Any]:
         """The values."""
@@ -264,7 +264,7 @@ class Stored:
         return [value for value in self.values if isinstance(value, Tensor)]
 
     def _pack(self, value: Any) -> Any:
-        view = self.bundle.view(value) if isinstance(value, Tensor) else None
+        view = self.luggage.view(value) if isinstance(value, Tensor) else None
         return value if view is None else view
 
 
@@ -275,26 +275,26 @@ class Offloaded(Segment):
         super().__init__(unit, x, seed)
         module = unit.module
         own = [*module.parameters(), *module.buffers()]
-        self.bundle = Saves(host, unit.name, {*_addresses(own), *_parts(self.leaves)})
+        self.luggage = Saves(host, unit.name, {*_addresses(own), *_parts(self.leaves)})
 
     def forward(self) -> Any:
         """As ever; then the copies begin."""
-        with saved_tensors_hooks(self.bundle.pack, self.bundle.unpack):
+        with saved_tensors_hooks(self.luggage.pack, self.luggage.unpack):
             outputs = super().forward()
-        self.bundle.send(tree_leaves(outputs))
+        self.luggage.send(tree_leaves(outputs))
         return outputs
 
     def fetch(self) -> None:
         """Begin to bring back what was put away."""
-        self.bundle.fetch()
+        self.luggage.fetch()
 
     def prepare(self) -> None:
         """Each is waited for when the backward comes to it."""
-        self.bundle.fetch()
+        self.luggage.fetch()
 
     def kept(self) -> list[Tensor]:
         """What stayed of the saved tensors."""
-        return self.bundle.left()
+        return self.luggage.left()
 
     def enter(self) -> list[Any]:
         """Leave stand-ins in the place of the input."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-Piece = TypeVar("Piece", bound=Hashable)
+T = TypeVar("T", bound=Hashable)
 
 
 class Traffic(NamedTuple):
@@ -22,11 +22,11 @@ class Traffic(NamedTuple):
 
 
 def plan(
-    uses: Sequence[Sequence[Piece]],
-    sizes: Mapping[Piece, int],
+    uses: Sequence[Sequence[T]],
+    sizes: Mapping[T, int],
     budget: int,
-    then: Sequence[Sequence[Piece]] = (),
-) -> list[tuple[Piece, ...]]:
+    then: Sequence[Sequence[T]] = (),
+) -> list[tuple[T, ...]]:
     """For each use what is to be there during it, in the order of next use: its own pieces first.
 
     Those are there whatever they take; others as far as all fit in ``budget`` bytes, in order,
@@ -35,8 +35,8 @@ def plan(
     >>> plan([("a",), ("b",), ("c",), ("b",)], {"a": 4, "b": 4, "c": 4}, budget=8)
     [('a', 'b'), ('b', 'c'), ('c', 'b'), ('b',)]
     """
-    wanted: list[tuple[Piece, ...]] = []
-    coming: list[Piece] = []  # all that is used from here on, in the order of next use
+    wanted: list[tuple[T, ...]] = []
+    coming: list[T] = []  # all that is used from here on, in the order of next use
     for pieces in reversed([*uses, *then]):
         own = list(dict.fromkeys(pieces))
         coming = own + [piece for piece in coming if piece not in own]
@@ -51,13 +51,13 @@ def plan(
     return wanted[: len(uses)]
 
 
-def traffic(wanted: Sequence[Sequence[Piece]], sizes: Mapping[Piece, int]) -> Traffic:
+def traffic(wanted: Sequence[Sequence[T]], sizes: Mapping[T, int]) -> Traffic:
     """What a plan costs that starts with nothing gathered.
 
     >>> traffic(plan([("a",), ("b",), ("a",)], {"a": 4, "b": 2}, 4), {"a": 4, "b": 2})
     Traffic(gathers=3, bytes=10, peak=4)
     """
-    there: set[Piece] = set()
+    there: set[T] = set()
     gathers = moved = peak = 0
     for pieces in wanted:
         new = set(pieces) - there

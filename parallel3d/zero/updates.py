@@ -25,8 +25,8 @@ from ..topology import Axis
 from .flat import Flat
 from .store import Store
 
-Gradients = Mapping[Flat, Tensor]
-Update = Callable[[Gradients], None]
+OnHost = Mapping[Flat, Tensor]
+Apply = Callable[[OnHost], None]
 SLOTS = 2
 
 
@@ -36,8 +36,8 @@ class Turn:
 
     unit: int
     down: list[Copy]
-    gradients: Gradients
-    update: Update
+    gradients: OnHost
+    update: Apply
     rounded: list[tuple[Tensor, Tensor]]
     up: list[Copy]
     slot: int
@@ -79,7 +79,7 @@ class HostUpdates:
             for _ in range(SLOTS)
         ]
 
-    def run(self, updates: Mapping[int, Update]) -> None:
+    def run(self, updates: Mapping[int, Apply]) -> None:
         """Start the update of every unit, in unit order. Each flat says when its values are there.
 
         ``updates`` are called with the unit's gradients on the host, one on another's heels, on
@@ -110,7 +110,7 @@ class HostUpdates:
         """Its masters and their state have been looked at, and need not stay near."""
         self.store.let_go(self._unit_of[flat])
 
-    def _turn(self, at: int, unit: int, update: Update) -> Turn:
+    def _turn(self, at: int, unit: int, update: Apply) -> Turn:
         """Counts the copies, in the step that they belong to."""
         slot, tag = at % SLOTS, f"unit {unit}"
         flats, (low, narrow) = self.flats[unit], self._staged[slot]
@@ -163,7 +163,7 @@ def _narrow(flat: Flat) -> Tensor:
     return values if values.dtype != flat.master.dtype else values[:0]
 
 
-def _nothing(gradients: Gradients) -> None:
+def _nothing(gradients: OnHost) -> None:
     """The update of what is padding here."""
 
 
