@@ -117,12 +117,16 @@ def build_engine(config: Config, topology: Topology, model: nn.Module, data: Any
 
 
 def sample_of(config: Config, topology: Topology, data: Any) -> Any:
-    """One microbatch, where the schedule or the cut depends on what the units cost; else None."""
+    """One microbatch, by which what the units cost is counted or measured; None to do neither.
+
+    Data of the user's own is read out of turn only where the schedule or the cut depends on it.
+    """
     about = config.pipeline
-    if reason_to_look(about.schedule, about.partition, about.memory_limit) is None:
-        return None
     local = config.data.global_batch_size // topology.dp.size
-    return data.train(0, list(range(local // (about.num_microbatches or 1))))
+    size = local // (about.num_microbatches or 1)
+    if reason_to_look(about.schedule, about.partition, about.memory_limit) is not None:
+        return data.train(0, list(range(size)))
+    return data.sample(size) if hasattr(data, "sample") else None
 
 
 def build_meter(config: Config, topology: Topology, model: nn.Module, tokens: int) -> Meter:

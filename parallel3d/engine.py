@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from .assemble import Offload, Options, assemble
+from .assemble.alike import check_alike
 from .assemble.model import DTYPES
-from .assemble.options import scaler_of
+from .assemble.options import check_kinds, scaler_of
 from .assemble.state import load_state, save_state, whole_state
 from .batch import Batch, check_same, shapes_of, split, to_device
 from .comm.collectives import Pending, all_reduce, broadcast, start_all_reduce
@@ -151,6 +152,8 @@ class Engine:
         seed: int = 0,
     ) -> None:
         given = {**locals(), "offload": Offload.of(offload)}
+        check_kinds(model, topology, loss_fn, optimizer)
+        check_alike(model, given, optimizer, topology)
         options = Options(**{each.name: given[each.name] for each in fields(Options)})
         options.check(topology.dp.size, topology.tp.size)
         if max_grad_norm is not None and not max_grad_norm > 0:

@@ -45,8 +45,8 @@ def make_plan(
     """The same on every rank. Raises ValueError for a schedule or a cut that cannot be.
 
     Units are measured where what they cost chooses the schedule (``auto``) or the cut
-    (``measure``), and where there is a limit of memory to keep; for ``flops`` they are counted.
-    Both are collective.
+    (``measure``), and where there is a limit of memory to keep; for ``flops``, and to tell what a
+    sample costs, they are counted. Both are collective.
     """
     if options.schedule == "auto":
         known = _look(units, topology, options)
@@ -56,11 +56,13 @@ def make_plan(
     num_stages, limit = programs.num_stages, options.memory_limit
     even = "uniform" if isinstance(options.partition, str) else options.partition
     partition([1.0] * len(units), num_stages, even)  # refused before anything is measured
-    if num_stages == 1 and limit is None:
-        return Plan(programs, [(0, len(units))])
-    known = _look(units, topology, options, programs.splits_backward)
+    known = Known(None, None)
+    if num_stages > 1 or limit is not None:
+        known = _look(units, topology, options, programs.splits_backward)
     weights = _weights(units, facts, options, known)
     found = known.timed or known.counted
+    if found is None and options.sample is not None:
+        found = count_flops(units, topology, options)
     if found is None:
         return Plan(programs, partition(weights, num_stages, options.partition))
     cuts = _cut(weights, found, programs, options)

@@ -142,10 +142,14 @@ def _call(account: Account, word: Word) -> str:
         for other in members(account.grid, word.rank, group)
         if other in account.words
     ]
-    differs = [c for c in calls if c and c.group == group and c.number == number and c != word.call]
+    apart = [c for c in calls if c and c.group == group and c != word.call]
+    differs = [c for c in apart if c.number == number]
     if differs:
         return f"{text}, where others are in {differs[0].name}"
-    return f"{text}, which all its ranks have begun: the network or a device does not go on"
+    begun = f"{text}, which all its ranks have begun"
+    if apart:
+        return f"{begun}, and others wait in {apart[0].name}, number {apart[0].number}"
+    return f"{begun}: the network or a device does not go on"
 
 
 def _place(word: Word) -> str:
