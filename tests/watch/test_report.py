@@ -109,7 +109,7 @@ def test_ranks_that_wait_in_several_collectives_which_all_have_begun_are_told_ap
     behind = replace(joins(1, "dp", 3, "all_gather", "unit 0"), joined={"dp": 9})
     told = lines(account(Grid(1, 2, 1), joins(0, "dp", 9, "reduce_scatter", "unit 2"), behind))
     assert "number 9 there, which all its ranks have begun, and others wait in" in told[-2]
-    assert "all_gather 'unit 0', number 3; " in told[-2] and "network" not in told[-2]
+    assert "all_gather 'unit 0', number 3" in told[-2] and "network" not in told[-2]
 
 
 def test_ranks_that_wait_for_each_other_are_a_circle() -> None:
