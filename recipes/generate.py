@@ -25,15 +25,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing.errors import record
-
 from parallel3d.assemble.state import load_weights
 from parallel3d.build import build_engine, build_model
 from parallel3d.checkpoint import latest_valid
 from parallel3d.config import Config, load
 from parallel3d.data import Tokenizer, load_tokenizer
 from parallel3d.engine import Engine
-from parallel3d.job.entry import brief
+from parallel3d.job.entry import tell
 from parallel3d.launch import Launch
 from parallel3d.predict import continuation
 from parallel3d.topology import Axis, Grid, Topology
@@ -175,17 +173,14 @@ def generate(request: Request, topology: Topology, write: Callable[[str], object
 
 def main(arguments: Sequence[str]) -> None:
     """Write the prompt and what follows it to standard output, on rank 0."""
-    try:
-        request = parse(arguments)
-        launch = Launch.from_environment(os.environ)
-        grid = Grid.infer(launch.world_size, request.pp, request.dp, request.tp)
-        with Topology.init(grid.pp, grid.dp, grid.tp) as topology:
-            first = topology.rank == 0
-            generate(request, topology, show if first else len)
-            if first:
-                show("\n")
-    except Exception as error:
-        raise brief(error) from None
+    request = parse(arguments)
+    launch = Launch.from_environment(os.environ)
+    grid = Grid.infer(launch.world_size, request.pp, request.dp, request.tp)
+    with Topology.init(grid.pp, grid.dp, grid.tp) as topology:
+        first = topology.rank == 0
+        generate(request, topology, show if first else len)
+        if first:
+            show("\n")
 
 
 def show(text: str) -> None:
@@ -198,4 +193,4 @@ if __name__ == "__main__":
     if len(sys.argv) == 1 or {"-h", "--help"} & set(sys.argv[1:]):
         print(__doc__)
     else:
-        record(main)(sys.argv[1:])
+        tell(main, sys.argv[1:])

@@ -45,7 +45,31 @@ def start(task: Callable[[Any], None], folder: Path, name: str) -> None:
     arguments = sorted(sys.argv[1:], key=_is_override)
     sys.argv[1:] = allow_new_keys(arguments, folder)
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    record(_run)(task, folder, name)
+    tell(_run, task, folder, name)
+
+
+def tell(program: Callable[..., None], *arguments: Any) -> None:
+    """Run a program, with its errors told to torchrun.
+
+    Of one whose message says all, the user sees the message and not the way to it.
+    """
+    plain: list[Exception] = []
+
+    def run() -> None:
+        try:
+            program(*arguments)
+        except Exception as error:
+            if not _says_all(error):
+                raise
+            plain.append(error)
+            raise error.with_traceback(None) from None
+
+    try:
+        record(run)()
+    except ValueError as error:
+        if error not in plain:
+            raise
+        sys.exit(f"{type(error).__name__}: {error}")
 
 
 def _run(task: Callable[[Any], None], folder: Path, name: str) -> None:
@@ -56,28 +80,20 @@ def _run(task: Callable[[Any], None], folder: Path, name: str) -> None:
         except Exception as error:
             raise _TaskFailed(error) from error
 
-    error: Exception | None = None
     try:
         hydra.main(str(folder.resolve()), name, "1.3")(job)()
     except HydraException as composition:
-        error = explain(composition)
+        raise explain(composition) from None
     except _TaskFailed as failed:
-        error = brief(failed.error)
-    if error is not None:
-        raise error
+        raise failed.error from None
 
 
 def _is_override(argument: str) -> bool:
     return argument.startswith("~") or ("=" in argument and not argument.startswith("-"))
 
 
-def brief(error: Exception) -> Exception:
-    """The error to raise to the user: without the way to it where its message says all."""
-    return error.with_traceback(None) if _says_all(error) else error
-
-
 def _says_all(error: Exception) -> bool:
-    """Whether the message is ours and for the user: then the way to it is only noise."""
+    """Whether the message is ours and for the user."""
     trace, last = error.__traceback__, ""
     while trace is not None:
         last, trace = trace.tb_frame.f_globals.get("__name__", ""), trace.tb_next
