@@ -46,7 +46,10 @@ WRONG: list[tuple[Any, str]] = [
     (zero(offload_optimizer=True), r"offload_optimizer = true .* is no section"),
     (warmup(warmup_steps=1), r"scheduler\.params\.warmup_steps .*mean .*warmup_num_steps\?"),
     # Without a counterpart.
-    ({"optimizer": {"type": "OneBitAdam"}}, r'optimizer\.type = "OneBitAdam" in ds\.json comp'),
+    ({"optimizer": {"type": "OneBitAdam"}}, r'type = "OneBitAdam" in ds\.json .*: write "Adam"'),
+    ({"optimizer": {"type": "OneBitLamb"}}, r'type = "OneBitLamb" in ds\.json .*: write "Lamb"'),
+    ({"sparse_attention": {"mode": "fixed", "block": 16}}, r"^sparse_attention in .* not built"),
+    ({"sparse_attention": {}}, r"^sparse_attention in ds\.json is not built .*: take the section"),
     (warmup("OneCycle"), r'"OneCycle" .* no counterpart: write "WarmupLR" or "WarmupDecayLR" or'),
     (warmup(warmup_type="log"), r'warmup_type = "log" .*warm-up is linear\): write "linear"'),
     (warmup(warmup_min_lr=0.1), r"warmup_min_lr = 0\.1 in ds\.json has no counterpart .*write 0"),
@@ -68,7 +71,11 @@ WRONG: list[tuple[Any, str]] = [
         r"initial_scale_power = 999 in ds\.json is not a power of 2, from 0 to 64",
     ),
     ({"fp16": {"enabled": "yes"}}, r'fp16\.enabled = "yes" .*: write true or false'),
-    ({"train_micro_batch_size_per_gpu": "4"}, r'per_gpu = "4" in ds\.json is not a whole number'),
+    ({"train_batch_size": "32"}, r'^train_batch_size = "32" in ds\.json is a text: write 32$'),
+    ({"train_micro_batch_size_per_gpu": "4"}, r'per_gpu = "4" in ds\.json is a text: write 4'),
+    ({"gradient_clipping": "0.5"}, r'gradient_clipping = "0\.5" in .* is a text: write 0\.5'),
+    (optim(lr="1e-3"), r'params\.lr = "1e-3" in ds\.json is a text: write 1e-3'),
+    (warmup(warmup_num_steps="9"), r'num_steps = "9" in ds\.json is a text: write 9'),
     (
         {"steps_per_print": "often"},
         r"log\.every = 'often' is not a whole .*comes from steps_per_print = \"often\" in ds\.json",
@@ -120,6 +127,34 @@ def test_a_wrong_file_is_refused_by_field_value_and_way_out(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         compose(write(tmp_path, fields), "topology.dp=2")
+
+
+@pytest.mark.report("MakazhanAlpamys/Soup#627")
+def test_all_that_a_file_may_not_say_is_told_at_once(tmp_path: Path) -> None:
+    fields = {
+        "train_batchsize": 4,
+        "train_micro_batch_size_per_gpu": "4",
+        "fp16": {"enabled": "yes", "auto_cast": True},
+        "zero_optimization": {"stge": 2, "offload_optimizer": {"device": "ssd"}},
+        **optim(bias_correction=False, torch_adam=1.5),
+        **warmup(warmup_type="log", warmup_steps=1),
+    }
+    with pytest.raises(ValueError) as caught:
+        compose(write(tmp_path, fields))
+    title, *lines = str(caught.value).split("\n  ")
+    assert title == "ds.json has 10 faults:"
+    for line, name in zip(
+        lines,
+        (
+            *("train_batchsize", "train_micro_batch_size_per_gpu", "fp16.enabled"),
+            *("fp16.auto_cast", "zero_optimization.stge"),
+            *("zero_optimization.offload_optimizer.device", "optimizer.params.bias_correction"),
+            *("optimizer.params.torch_adam", "scheduler.params.warmup_type"),
+            "scheduler.params.warmup_steps",
+        ),
+        strict=True,
+    ):
+        assert line.startswith(f"{name} ")
 
 
 DISAGREE = [

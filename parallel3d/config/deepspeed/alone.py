@@ -8,39 +8,40 @@ from difflib import get_close_matches
 from . import rules, training
 from .keys import KEYS
 from .said import AUTO, Claim, Said
-from .silent import NEEDS_NONE, OFF, ONLY
+from .silent import NEEDS_NONE, OFF, ONLY, UNBUILT
 
 KNOWN = (*KEYS, *rules.DECIDES, *training.FIELDS, *ONLY, *NEEDS_NONE, *(f"{s}.*" for s in OFF))
 
 
-def alone(said: Said) -> Iterator[Claim]:
-    """The claims of fields that stand alone; what is not known is refused here."""
-    for field, value in said.fields.items():
-        section, _, rest = field.partition(".")
-        if value == {} and _inside(field):
-            continue
-        if field in KEYS:
-            if value != AUTO:
-                yield _turned(said, field)
-        elif field in ONLY:
-            said.require(field, ONLY[field][0], why=ONLY[field][1])
-            yield Claim(field, None, why=ONLY[field][1])
-        elif rest and section in OFF:
-            if rest.endswith("enabled"):
-                said.require(field, False)
-            yield Claim(field, None, why="off")
-        elif why := NEEDS_NONE.get(field) or (NEEDS_NONE.get(f"{section}.*") if rest else None):
-            yield Claim(field, None, why=why)
-        elif field not in KNOWN and not field.startswith(training.PARAMS):
-            raise _unknown(said, field)
+def alone(said: Said, field: str) -> Iterator[Claim]:
+    """The claim of a field that stands alone; what is not known is refused here."""
+    section, _, rest = field.partition(".")
+    if section in UNBUILT:
+        raise ValueError(
+            f"{section} in {said.name} is not built here ({UNBUILT[section]}): take the section "
+            f"out of the file"
+        )
+    if said.fields[field] == {} and _inside(field):
+        return
+    if field in KEYS:
+        if said.fields[field] != AUTO:
+            yield _turned(said, field)
+    elif field in ONLY:
+        said.require(field, ONLY[field][0], why=ONLY[field][1])
+        yield Claim(field, None, why=ONLY[field][1])
+    elif rest and section in OFF:
+        if rest.endswith("enabled"):
+            said.require(field, False)
+        yield Claim(field, None, why="off")
+    elif why := NEEDS_NONE.get(field) or (NEEDS_NONE.get(f"{section}.*") if rest else None):
+        yield Claim(field, None, why=why)
+    elif field not in KNOWN and not field.startswith(training.PARAMS):
+        raise _unknown(said, field)
 
 
 def _turned(said: Said, field: str) -> Claim:
     key, turn, why = KEYS[field]
-    try:
-        value = turn(said.fields[field])
-    except ValueError as error:
-        raise said.refuse(field, str(error)) from None
+    value = said.turned(field, turn)
     # What leaves a choice automatic contradicts nobody who makes it.
     return Claim(field, key, value, why, implied=value is None)
 

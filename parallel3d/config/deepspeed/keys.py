@@ -6,6 +6,7 @@ The fields are those of https://www.deepspeed.ai/docs/config-json/; what is read
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,8 +22,16 @@ class Target(NamedTuple):
     why: str = ""
 
 
+def number(value: Any) -> Any:
+    """The value as it is; refuses a number in quotes."""
+    if isinstance(value, str) and re.fullmatch(r"-?\d+(\.\d+)?([eE][+-]?\d+)?", value):
+        raise ValueError(f"is a text: write {value}")
+    return value
+
+
 def whole(value: Any) -> Any:
     """Sizes such as `2e8`, which JSON reads as a fraction, as whole numbers."""
+    value = number(value)
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -48,7 +57,7 @@ KEYS: dict[str, Target] = {
     "train_micro_batch_size_per_gpu": Target("data.microbatch_size", whole),
     "gradient_accumulation_steps": Target("pipeline.num_microbatches", whole),
     "steps_per_print": Target("log.every", whole),
-    "gradient_clipping": Target("train.max_grad_norm", why="0: off"),
+    "gradient_clipping": Target("train.max_grad_norm", number, "0: off"),
     "communication_data_type": Target("zero.reduce_dtype", dtype),
     "fp32_allreduce": Target("zero.reduce_dtype", named(true="fp32", false=None)),
     "tensor_parallel.autotp_size": Target("topology.tp", lambda size: whole(size) or 1),

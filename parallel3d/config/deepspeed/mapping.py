@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,8 +15,9 @@ from .alone import alone
 from .keys import KEYS
 from .said import AUTO, Claim, Said, leaves, parse
 
-RULES = (
-    *(rules.precision, rules.loss_scale, rules.batch, rules.budget, rules.paths, rules.others),
+OF_A_FIELD = (alone, rules.switch, rules.loss_scale, training.parameter, training.curve)
+OF_SEVERAL = (
+    *(rules.precision, rules.batch, rules.budget, rules.paths, rules.recomputing, rules.others),
     *(training.optimizer, training.scheduler),
 )
 LEFT = "left to this configuration"
@@ -52,7 +54,7 @@ def apply(plain: dict[str, Any], given: Set[str], world_size: int | None = None)
     """
     path = Path(plain["deepspeed"])
     said = Said(path.name, dict(leaves(parse(path))), plain, world_size)
-    claims = [*alone(said), *(claim for rule in RULES for claim in rule(said))]
+    claims = _claims(said)
     held = _held(said, claims)
     for key, claim in list(held.items()):
         found = _get(plain, key)
@@ -66,6 +68,23 @@ def apply(plain: dict[str, Any], given: Set[str], world_size: int | None = None)
     if target is not None and "optim.name" in held:
         raise _disagreement(said, f"optim._target_ = {target}", held["optim.name"])
     return Mapped(said, held, [TITLES, *_rows(said, claims, held)])
+
+
+def _claims(said: Said) -> list[Claim]:
+    """What all rules claim; what they refuse is told at once, to be mended in one go."""
+    rules = [partial(rule, said, field) for field in said.fields for rule in OF_A_FIELD]
+    rules += [partial(rule, said) for rule in OF_SEVERAL]
+    claims: list[Claim] = []
+    refused: list[str] = []
+    for rule in rules:
+        try:
+            claims += rule()
+        except ValueError as error:
+            refused.append(str(error))
+    if refused := list(dict.fromkeys(refused)):
+        title = [f"{said.name} has {len(refused)} faults:"] if len(refused) > 1 else []
+        raise ValueError("\n  ".join([*title, *refused]))
+    return claims
 
 
 def _held(said: Said, claims: Sequence[Claim]) -> dict[str, Claim]:

@@ -9,11 +9,11 @@ from .said import AUTO, Claim, Said
 
 BYTES = {"bf16": 2, "fp16": 2, "fp64": 8}
 SCALE = {
-    "loss_scale": "fp16.scale",
-    "initial_scale_power": "fp16.initial_scale",
-    "loss_scale_window": "fp16.window",
-    "hysteresis": "fp16.hysteresis",
-    "min_loss_scale": "fp16.min_scale",
+    "fp16.loss_scale": "fp16.scale",
+    "fp16.initial_scale_power": "fp16.initial_scale",
+    "fp16.loss_scale_window": "fp16.window",
+    "fp16.hysteresis": "fp16.hysteresis",
+    "fp16.min_loss_scale": "fp16.min_scale",
 }
 POWERS = range(65)
 ENABLED = {"fp16.enabled": "fp16", "bf16.enabled": "bf16", "bfloat16.enabled": "bf16"}
@@ -23,9 +23,10 @@ LIVE = f"{ZERO}.stage3_max_live_parameters"
 OFFLOAD = (f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param")
 MOMENTS = "bf16.bf16_optimizer_states"
 INTERVAL = "pipeline.activation_checkpoint_interval"
+SWITCHES = (*ENABLED, MOMENTS, "wandb.enabled")
 DECIDES: dict[str, str] = {
     **dict.fromkeys(ENABLED, "precision"),
-    **{f"fp16.{field}": key for field, key in SCALE.items()},
+    **SCALE,
     LIVE: "zero.gather_budget",
     **{f"{group}.nvme_path": "offload.path" for group in OFFLOAD},
     INTERVAL: "recompute.every",
@@ -35,12 +36,17 @@ DECIDES: dict[str, str] = {
 """The fields of this file, and the key that decides where one is `"auto"`."""
 
 
+def switch(said: Said, field: str) -> Iterator[Claim]:
+    """A field that is true or false; what it claims is another rule's."""
+    if field in SWITCHES:
+        said.require(field, True, False)
+    yield from ()
+
+
 def precision(said: Said) -> Iterator[Claim]:
     """`fp16.enabled` and `bf16.enabled`; both off is fp32."""
     fields = [field for field in ENABLED if field in said.fields]
-    for field in fields:
-        said.require(field, True, False)
-    on = [field for field in fields if said.get(field)]
+    on = [field for field in fields if said.get(field) is True]
     is_open = any(said.fields[field] == AUTO for field in fields)
     for field in fields:
         if field in on:
@@ -56,22 +62,20 @@ def _precision(said: Said) -> str:
     return str(claims[0] if claims else said.config.get("precision"))
 
 
-def loss_scale(said: Said) -> Iterator[Claim]:
-    """The details of fp16, which files have also where it is off."""
-    for field, key in SCALE.items():
-        name = f"fp16.{field}"
-        value = whole(said.get(name))
-        if value is None:
-            continue
-        if _precision(said) != "fp16":
-            yield Claim(name, None, why="of precision=fp16 only")
-        elif field == "initial_scale_power":
-            if value not in POWERS:
-                raise said.refuse(name, f"is not a power of 2, from 0 to {POWERS[-1]}")
-            yield Claim(name, key, 2**value, "2 to this power")
-        else:
-            is_dynamic = field == "loss_scale" and value == 0
-            yield Claim(name, key, None if is_dynamic else value, "dynamic" if is_dynamic else "")
+def loss_scale(said: Said, field: str) -> Iterator[Claim]:
+    """A detail of fp16, which files have also where it is off."""
+    if field not in SCALE or (value := said.turned(field, whole)) is None:
+        return
+    if _precision(said) != "fp16":
+        yield Claim(field, None, why="of precision=fp16 only")
+    elif field == "fp16.initial_scale_power":
+        if value not in POWERS:
+            raise said.refuse(field, f"is not a power of 2, from 0 to {POWERS[-1]}")
+        yield Claim(field, SCALE[field], 2**value, "2 to this power")
+    elif field == "fp16.loss_scale" and value == 0:
+        yield Claim(field, SCALE[field], None, "dynamic")
+    else:
+        yield Claim(field, SCALE[field], value)
 
 
 def batch(said: Said) -> Iterator[Claim]:
@@ -126,8 +130,8 @@ def paths(said: Said) -> Iterator[Claim]:
             yield Claim(field, None, why='of "device": "nvme" only')
 
 
-def others(said: Said) -> Iterator[Claim]:
-    """What turns recomputing on, the moments, and W&B."""
+def recomputing(said: Said) -> Iterator[Claim]:
+    """What turns recomputing on."""
     if (every := said.whole(INTERVAL)) is not None:
         yield Claim(INTERVAL, "recompute.mode", "full" if every else "none")
         if every:
@@ -135,12 +139,14 @@ def others(said: Said) -> Iterator[Claim]:
     for field in ("partition_activations", "cpu_checkpointing"):
         if said.get(f"{CHECKPOINTING}.{field}") is True:
             yield Claim(f"{CHECKPOINTING}.{field}", "recompute.mode", "full", implied=True)
-    said.require(MOMENTS, True, False)
+
+
+def others(said: Said) -> Iterator[Claim]:
+    """The moments, and W&B."""
     if said.get(MOMENTS) is not None:
         narrow = Claim(MOMENTS, "optim.state_dtype", "bf16", "masters stay fp32")
         yield narrow if said.get(MOMENTS) else Claim(MOMENTS, None, why="optim.state_dtype says it")
     if said.get("wandb.enabled") is False:
         yield Claim("wandb.enabled", "log.wandb.mode", "disabled")
     elif said.get("wandb.enabled") is not None:
-        said.require("wandb.enabled", True)
         yield Claim("wandb.enabled", None, why="log.wandb.mode says how")

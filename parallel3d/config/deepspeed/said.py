@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,14 +39,17 @@ class Said:
 
     def whole(self, field: str) -> int | None:
         """The value, which must be a whole number."""
-        value = whole(self.get(field))
+        value = self.turned(field, whole)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
             raise self.refuse(field, "is not a whole number")
         return value
 
-    def under(self, prefix: str) -> list[str]:
-        """The fields of a section that have a value."""
-        return [f for f in self.fields if f.startswith(prefix) and self.get(f) is not None]
+    def turned(self, field: str, turn: Callable[[Any], Any]) -> Any:
+        """The value as `turn` makes it; what that refuses is refused by the field's name."""
+        try:
+            return turn(self.get(field))
+        except ValueError as error:
+            raise self.refuse(field, str(error)) from None
 
     def spell(self, field: str) -> str:
         """The field and its value, as the file has them."""

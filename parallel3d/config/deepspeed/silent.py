@@ -92,6 +92,9 @@ OFF = (
 ).split()
 """Sections that change the training and exist there only; accepted where `enabled` is false."""
 
+UNBUILT = {"sparse_attention": "a model attends as its code says"}
+"""Sections that change the training by being there, and why not here."""
+
 ONLY: dict[str, tuple[Any, str]] = {
     "gradient_allreduce_op": ("mean", "the loss is a mean over items"),
     "managed_gradient_accumulation": (True, "a step is all its microbatches"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from .keys import whole
+from .keys import number, whole
 from .said import Claim, Said
 
 PARAMS = "optimizer.params."
@@ -21,7 +21,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 """What DeepSpeed takes where `optimizer.params` is silent."""
 ALWAYS = {"torch_adam": (True, False), "bias_correction": (True,), "fp32_optimizer_states": (True,)}
 LAMB_RATIO = "its trust ratio has no bounds here, 0.01 to 10 by DeepSpeed's default"
-COMPRESSED = ("onebitadam", "zerooneadam", "onebitlamb")
+COMPRESSED = {"onebitadam": "Adam", "zerooneadam": "Adam", "onebitlamb": "Lamb"}
 
 CURVES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 LACKS = {
@@ -44,13 +44,12 @@ CURVE_ONLY = {
 
 
 def optimizer(said: Said) -> Iterator[Claim]:
-    """The type, its parameters, and DeepSpeed's defaults of those that are not there."""
+    """The type, and DeepSpeed's defaults of the parameters that are not there."""
     kind = said.get("optimizer.type")
     name = str(kind).lower()
     if name in COMPRESSED:
-        raise said.refuse(
-            "optimizer.type", 'compresses what it sends, as nothing does here: "Adam"'
-        )
+        reason = f'compresses what it sends, as nothing does here: write "{COMPRESSED[name]}"'
+        raise said.refuse("optimizer.type", reason)
     if kind is not None:
         decoupled = name == "adam" and said.get(f"{PARAMS}adam_w_mode") is not False
         why = LAMB_RATIO if name == "lamb" else ""
@@ -59,20 +58,25 @@ def optimizer(said: Said) -> Iterator[Claim]:
         for param, value in DEFAULTS.get(name, {}).items():
             if PARAMS + param not in said.fields:
                 yield Claim(PARAMS + param, f"optim.{param}", value, implied=True)
-    for field in said.under(PARAMS):
-        param, value = field.removeprefix(PARAMS), said.get(field)
-        if param == "adam_w_mode":
-            yield Claim(field, None, why="optim.name says it")
-        elif param in ALWAYS:
-            said.require(field, *ALWAYS[param])
-            yield Claim(field, None, why="torch's fused optimizer")
-        else:
-            why = "0 for parameters with fewer than two dims" if param == "weight_decay" else ""
-            yield Claim(field, f"optim.{param}", value, why)
+
+
+def parameter(said: Said, field: str) -> Iterator[Claim]:
+    """One field of `optimizer.params`."""
+    if not field.startswith(PARAMS) or (value := said.turned(field, number)) is None:
+        return
+    param = field.removeprefix(PARAMS)
+    if param == "adam_w_mode":
+        yield Claim(field, None, why="optim.name says it")
+    elif param in ALWAYS:
+        said.require(field, *ALWAYS[param])
+        yield Claim(field, None, why="torch's fused optimizer")
+    else:
+        why = "0 for parameters with fewer than two dims" if param == "weight_decay" else ""
+        yield Claim(field, f"optim.{param}", value, why)
 
 
 def scheduler(said: Said) -> Iterator[Claim]:
-    """The curve: a linear warm-up, and how it falls."""
+    """The curve: a linear warm-up, how it falls, and DeepSpeed's defaults."""
     kind = said.get("scheduler.type")
     if kind is not None:
         said.require("scheduler.type", *CURVES)
@@ -80,16 +84,21 @@ def scheduler(said: Said) -> Iterator[Claim]:
         if kind == "WarmupDecayLR":
             yield Claim("scheduler.type", "optim.min_lr_ratio", 0.0, "it falls to 0")
         yield from _implied(said, kind)
-    for field in said.under(CURVE):
-        param, value = field.removeprefix(CURVE), whole(said.get(field))
-        if param in LACKS.get(kind, ()):
-            raise said.refuse(field, f"is no parameter of {kind}: take it away")
-        if param in CURVE_KEYS:
-            yield Claim(field, CURVE_KEYS[param], value)
-        else:
-            only, why = CURVE_ONLY[param]
-            said.require(field, only, why=why)
-            yield Claim(field, None, why=why)
+
+
+def curve(said: Said, field: str) -> Iterator[Claim]:
+    """One field of `scheduler.params`."""
+    if not field.startswith(CURVE) or (value := said.turned(field, whole)) is None:
+        return
+    param, kind = field.removeprefix(CURVE), str(said.get("scheduler.type"))
+    if param in LACKS.get(kind, ()):
+        raise said.refuse(field, f"is no parameter of {kind}: take it away")
+    if param in CURVE_KEYS:
+        yield Claim(field, CURVE_KEYS[param], value)
+    elif param in CURVE_ONLY:
+        only, why = CURVE_ONLY[param]
+        said.require(field, only, why=why)
+        yield Claim(field, None, why=why)
 
 
 def _implied(said: Said, kind: str) -> Iterator[Claim]:
