@@ -18,13 +18,18 @@ OURS = {"lamb": "parallel3d.optim.Lamb", "muon": "parallel3d.optim.Muon"}
 
 
 def optimizer_class(optim: Optim) -> Callable[..., torch.optim.Optimizer]:
-    """The class: `optim._target_`, or `lamb`, `muon` or a class of torch.optim in any case.
+    """The class that the group names; raises as `class_of`."""
+    return class_of(optim.name, optim._target_)
+
+
+def class_of(name: str | None, target: str | None) -> Callable[..., torch.optim.Optimizer]:
+    """The class: that at `target`, or `lamb`, `muon` or a class of torch.optim in any case.
 
     Raises:
         ValueError: no such class; names the nearest.
     """
-    if optim._target_ is not None:
-        return locate(optim._target_, "optim._target_")
+    if target is not None:
+        return locate(target, "optim._target_")
     classes: dict[str, Callable[..., torch.optim.Optimizer]] = {
         name.lower(): found
         for name, found in vars(torch.optim).items()
@@ -32,15 +37,15 @@ def optimizer_class(optim: Optim) -> Callable[..., torch.optim.Optimizer]:
     }
     del classes["optimizer"]
     classes |= {name: locate(target, "optim.name") for name, target in OURS.items()}
-    name = (optim.name or "").lower()
-    if name not in classes:
-        close = get_close_matches(name, classes, n=1)
+    wanted = (name or "").lower()
+    if wanted not in classes:
+        close = get_close_matches(wanted, classes, n=1)
         hint = f"did you mean optim.name={close[0]}?" if close else f"it has {', '.join(classes)}"
         raise ValueError(
-            f"optim.name = {spell(optim.name)} is not a class of torch.optim (another class is "
+            f"optim.name = {spell(name)} is not a class of torch.optim (another class is "
             f"optim._target_=module.Class); {hint}"
         )
-    return classes[name]
+    return classes[wanted]
 
 
 def optimizer_keys(optim: Optim) -> dict[str, Any]:

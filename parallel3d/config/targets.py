@@ -45,6 +45,11 @@ def parameters(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     return {**by_name, "**": rest[0]} if rest else by_name
 
 
+def path_of(target: Callable[..., Any]) -> str:
+    """Where the target is, dotted."""
+    return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', target)}"
+
+
 def takes(target: Callable[..., Any], name: str) -> bool:
     """Whether the target can be given `name`."""
     return not parameters(target).keys().isdisjoint((name, "**"))
@@ -76,9 +81,8 @@ def check_keys(
     hints = _hints(target)
     for key, value in given.items():
         if key not in allowed and "**" not in allowed:
-            where = f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', target)}"
-            names = [*(name for name in allowed if name not in supplied), *known]
-            raise ValueError(_unknown(group, key, names, where))
+            names = sorted({name for name in allowed if name not in supplied} | set(known))
+            raise ValueError(_unknown(group, key, names, path_of(target)))
         if hints.get(key) in SIMPLE and not (value is None and key in supplied):
             convert(value, hints[key], f"{group}.{key}")
     missing = [

@@ -81,7 +81,27 @@ WRONG: list[tuple[Any, str]] = [
         r"log\.every = 'often' is not a whole .*comes from steps_per_print = \"often\" in ds\.json",
     ),
     (optim(lr=-1), r"optim\.lr = -1\.0 is below 0.*from optimizer\.params\.lr = -1 in ds\.json"),
-    (optim(amsgrat=True), r"optim\.amsgrat is not a key of torch.*did you mean optim\.amsgrad\?"),
+    (
+        optim(amsgrat=True),
+        r"params\.amsgrat = true in ds\.json is no parameter of torch\.optim\.adamw\.AdamW; "
+        r"did you mean optimizer\.params\.amsgrad\?",
+    ),
+    (
+        {"optimizer": {"type": "Lamb", "params": {"max_grad_norm": 1}}},
+        r"params\.max_grad_norm = 1 in .* is no parameter of parallel3d\.optim\.lamb\.Lamb, "
+        r"which takes betas, eps, lr, weight_decay: take it out of the file",
+    ),
+    (
+        optim(max_coeff=1),
+        r"params\.max_coeff = 1 in ds\.json is no parameter of torch.*AdamW, which",
+    ),
+    (optim(warmup_steps=1), r"warmup_steps = 1 in .* no parameter .*: take it out of the file"),
+    ({"optimizer": {"type": "SGD", "params": {"eps": 1}}}, r"params\.eps = 1 in .* no parameter"),
+    (
+        {"optimizer": {"type": "Lamb", "params": {"max_coeff": 10, "min_coeff": 0.01}}},
+        r"params\.max_coeff = 10 in ds\.json bounds the trust ratio, which has no bounds here: "
+        r"take it out of the file\n  optimizer\.params\.min_coeff = 0\.01 in ds\.json bounds",
+    ),
     (
         {"optimizer": {"type": "Adamm"}},
         r"optim\.name = 'adamm' is not .*optim\.name comes from optimizer\.type = \"Adamm\" in",
@@ -155,6 +175,19 @@ def test_all_that_a_file_may_not_say_is_told_at_once(tmp_path: Path) -> None:
         strict=True,
     ):
         assert line.startswith(f"{name} ")
+
+
+def test_parameters_are_those_of_the_class_that_the_command_line_names(tmp_path: Path) -> None:
+    file = write(tmp_path, {"optimizer": {"params": {"lr": 0.1, "momentum": 0.9}}})
+    assert compose(file, "optim.name=sgd").optim.extra == {"momentum": 0.9}
+    with pytest.raises(
+        ValueError, match=r"params\.momentum = 0\.9 .* no parameter of torch.*AdamW"
+    ):
+        compose(file)
+    with pytest.raises(
+        ValueError, match=r"params\.momentum = 0\.9 .* no parameter of torch.*Adam,"
+    ):
+        compose(file, "optim._target_=torch.optim.Adam")
 
 
 DISAGREE = [

@@ -150,6 +150,15 @@ def test_a_misspelt_key_of_an_optimizer_by_target_is_refused() -> None:
         compose("optim._target_=torch.optim.Adam", "optim.amsgrid=true")
 
 
+def test_the_keys_that_a_class_takes_are_told_in_order() -> None:
+    with pytest.raises(
+        ValueError, match=r"it takes (.*); ~optim\.zzz takes the key away"
+    ) as caught:
+        compose("optim.zzz=1")
+    told = str(caught.value).partition("it takes ")[2].partition(";")[0].split(", ")
+    assert told == sorted(told) and "amsgrad" in told and "warmup_steps" in told
+
+
 def test_a_target_is_called_with_its_keys_and_what_it_takes_of_the_offered() -> None:
     group = {"_target_": "fractions.Fraction", "numerator": 1, "denominator": None}
     assert config.call(group, "model", denominator=2, topology=None).denominator == 2

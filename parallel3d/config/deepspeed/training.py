@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from difflib import get_close_matches
 from typing import Any
 
+from ..optimizer import class_of
+from ..targets import parameters, path_of, takes
 from .keys import number, whole
 from .said import Claim, Said
 
@@ -20,6 +23,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """What DeepSpeed takes where `optimizer.params` is silent."""
 ALWAYS = {"torch_adam": (True, False), "bias_correction": (True,), "fp32_optimizer_states": (True,)}
+BOUNDS = ("max_coeff", "min_coeff")
 LAMB_RATIO = "its trust ratio has no bounds here, 0.01 to 10 by DeepSpeed's default"
 COMPRESSED = {"onebitadam": "Adam", "zerooneadam": "Adam", "onebitlamb": "Lamb"}
 
@@ -71,8 +75,35 @@ def parameter(said: Said, field: str) -> Iterator[Claim]:
         said.require(field, *ALWAYS[param])
         yield Claim(field, None, why="torch's fused optimizer")
     else:
+        _require_taken(said, field, param)
         why = "0 for parameters with fewer than two dims" if param == "weight_decay" else ""
         yield Claim(field, f"optim.{param}", value, why)
+
+
+def _require_taken(said: Said, field: str, param: str) -> None:
+    """Refuse a parameter that the optimizer's class does not have."""
+    target = _class(said)
+    if target is None or (param != "params" and takes(target, param)):
+        return
+    if param in BOUNDS and path_of(target).endswith(".Lamb"):
+        reason = "bounds the trust ratio, which has no bounds here: take it out of the file"
+        raise said.refuse(field, reason)
+    names = sorted(parameters(target).keys() - {"params"})
+    close = get_close_matches(param, names, n=1, cutoff=0.75)
+    hint = f", which takes {', '.join(names)}: take it out of the file"
+    hint = f"; did you mean {PARAMS}{close[0]}?" if close else hint
+    raise said.refuse(field, f"is no parameter of {path_of(target)}{hint}")
+
+
+def _class(said: Said) -> Callable[..., Any] | None:
+    """The optimizer's class; None where there is none of that name, which another rule tells."""
+    kind, ours = said.get("optimizer.type"), said.config["optim"]
+    try:
+        if kind is not None:
+            return class_of(str(kind), None)
+        return class_of(ours.get("name"), ours.get("_target_"))
+    except ValueError:
+        return None
 
 
 def scheduler(said: Said) -> Iterator[Claim]:
