@@ -17,7 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from parallel3d.checkpoint.agree import on_rank_0
-from parallel3d.config import Config, read, settle
+from parallel3d.config import Config, naming_fields, read, settle
 from parallel3d.data import prepare
 from parallel3d.job import Stop, claimed, command, start
 from parallel3d.launch import Launch
@@ -34,8 +34,9 @@ def main(cfg: DictConfig) -> None:
     tell = report if launch.rank == 0 else None
     config = read(cfg, hydra.overrides.task, launch.world_size, tell)
     degrees = config.topology
-    grid = Grid.infer(launch.world_size, degrees.pp, degrees.dp, degrees.tp)
-    config = settle(config, grid.pp, grid.dp, grid.tp)
+    with naming_fields(config, launch.world_size):
+        grid = Grid.infer(launch.world_size, degrees.pp, degrees.dp, degrees.tp)
+        config = settle(config, grid.pp, grid.dp, grid.tp)
     with (
         Topology.init(grid.pp, grid.dp, grid.tp, timeout=config.train.timeout) as topology,
         Stop() as stop,

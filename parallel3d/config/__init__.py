@@ -5,6 +5,7 @@ The only room that imports omegaconf; the rooms below take plain values.
 
 from .compose import allow_new_keys, compose, explain
 from .optimizer import optimizer_class, optimizer_keys
+from .origins import naming_fields
 from .read import load, read, to_plain, to_yaml
 from .rules import check_resume, settle
 from .schema import Config
@@ -19,6 +20,7 @@ __all__ = [
     "explain",
     "load",
     "locate",
+    "naming_fields",
     "optimizer_class",
     "optimizer_keys",
     "read",

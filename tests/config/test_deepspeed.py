@@ -285,6 +285,27 @@ def test_dp_is_what_the_other_degrees_leave_of_the_processes(tmp_path: Path) -> 
     assert keys["data.global_batch_size"] == 3
 
 
+@pytest.mark.parametrize(
+    ("topology", "world_size", "is_cut"),
+    [
+        ({"pp": 1, "dp": None, "tp": 1}, 8, False),
+        ({"pp": 1, "dp": None, "tp": 2}, 8, True),
+        ({"pp": 2, "dp": 4, "tp": None}, 8, False),
+        ({"pp": 2, "dp": 2, "tp": None}, 8, True),
+        ({"pp": 2, "dp": 2, "tp": None}, None, True),  # not known yet
+    ],
+)
+def test_activations_are_partitioned_where_there_is_something_to_cut_over(
+    topology: dict[str, Any], world_size: int | None, is_cut: bool, tmp_path: Path
+) -> None:
+    field = "activation_checkpointing.partition_activations"
+    file = {"activation_checkpointing": {"partition_activations": True}}
+    found, keys = mapped(file, tmp_path, world_size, topology=topology)
+    assert (keys["recompute.partition"], keys["recompute.mode"]) == (is_cut, "full")
+    row = (field, "true", "-", "", "topology.tp = 1: nothing to cut over")
+    assert (row in found.rows) != is_cut
+
+
 def test_the_table_tells_defaults_of_deepspeed_from_what_the_command_line_says(
     tmp_path: Path,
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from parallel3d import config
-from parallel3d.config import compose, read, settle
+from parallel3d.config import compose, naming_fields, read, settle
 
 
 def write(folder: Path, fields: Any) -> str:
@@ -78,7 +78,8 @@ WRONG: list[tuple[Any, str]] = [
     (warmup(warmup_num_steps="9"), r'num_steps = "9" in ds\.json is a text: write 9'),
     (
         {"steps_per_print": "often"},
-        r"log\.every = 'often' is not a whole .*comes from steps_per_print = \"often\" in ds\.json",
+        r"log\.every = 'often' is not a whole number \(log\.every comes from steps_per_print = "
+        r'"often" in ds\.json: make the change in the file\)$',
     ),
     (optim(lr=-1), r"optim\.lr = -1\.0 is below 0.*from optimizer\.params\.lr = -1 in ds\.json"),
     (
@@ -114,13 +115,6 @@ WRONG: list[tuple[Any, str]] = [
     (
         optim(lr=0.1) | warmup(warmup_max_lr=0.2),
         r"params\.lr = 0\.1 in .* and .*warmup_max_lr = 0\.2 in .* disagree, both are optim\.lr",
-    ),
-    (
-        zero(
-            offload_optimizer={"device": "nvme", "nvme_path": "/a"},
-            offload_param={"device": "nvme", "nvme_path": "/b"},
-        ),
-        r'nvme_path = "/a" in .* and .*nvme_path = "/b" in .* disagree, both are offload\.path',
     ),
     (
         zero(cpu_offload=True, offload_optimizer={"device": "none"}),
@@ -230,12 +224,11 @@ def test_the_command_line_may_repeat_the_file_and_replaces_what_the_file_implies
     assert (found.optim.eps, found.optim.min_lr_ratio) == (1e-8, 1e-4)
 
 
-def test_what_is_not_built_is_refused_by_both_names(tmp_path: Path) -> None:
+def test_parameters_on_disk_are_refused_with_what_to_write_in_the_file(tmp_path: Path) -> None:
     fields = zero(stage=3, offload_param={"device": "nvme"})
     message = (
-        r"offload\.parameters = disk is not built yet: the nearest that works is "
-        r"offload\.parameters=cpu \(offload\.parameters comes from "
-        r'zero_optimization\.offload_param\.device = "nvme" in ds\.json'
+        r'^zero_optimization\.offload_param\.device = "nvme" in ds\.json is not built yet: '
+        r'write "cpu", the nearest that works$'
     )
     with pytest.raises(ValueError, match=message):
         compose(write(tmp_path, fields))
@@ -245,6 +238,56 @@ def test_a_batch_of_one_rank_needs_the_number_of_ranks(tmp_path: Path) -> None:
     fields = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
     with pytest.raises(ValueError, match=r"per_gpu = 2 .*: set topology\.dp, or train_batch_size"):
         compose(write(tmp_path, fields))
+
+
+SETTLED = [
+    (
+        {"train_batch_size": 10, "train_micro_batch_size_per_gpu": 2},
+        (1, 2, 2),
+        r"global_batch_size = 10 is .*from train_batch_size = 10 in ds\.json.* in the file\)$",
+    ),
+    (
+        {"tensor_parallel": {"autotp_size": 4}},
+        (1, 1, 4),
+        r"topology\.tp = 4: .*topology\.tp comes from tensor_parallel\.autotp_size = 4 in ds\.json",
+    ),
+    (
+        zero(mics_shard_size=3),
+        (1, 4, 1),
+        r"shard_size = 3 does not .*from zero_optimization\.mics_shard_size = 3 in ds\.json: make",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "grid", "message"), SETTLED)
+def test_what_the_ranks_do_not_allow_names_the_field_too(
+    fields: dict[str, Any], grid: tuple[int, int, int], message: str, tmp_path: Path
+) -> None:
+    found = compose(write(tmp_path, fields), "model.num_heads=6")
+    with pytest.raises(ValueError, match=message), naming_fields(found, 4):
+        settle(found, *grid)
+
+
+def test_the_fields_of_a_file_that_is_gone_are_not_named(tmp_path: Path) -> None:
+    found = compose(write(tmp_path, zero(mics_shard_size=3)))
+    (tmp_path / "ds.json").unlink()
+    for config_ in (found, compose("zero.shard_size=3")):
+        with (
+            pytest.raises(ValueError, match=r"^zero\.shard_size = 3 does not .*for all of dp$"),
+            naming_fields(config_, 4),
+        ):
+            settle(config_, 1, 4, 1)
+
+
+def test_a_key_of_the_command_line_is_not_said_to_come_from_the_file(tmp_path: Path) -> None:
+    found = compose(
+        write(tmp_path, {"train_micro_batch_size_per_gpu": 1}), "data.global_batch_size=9"
+    )
+    with (
+        pytest.raises(ValueError, match=r"batch_size = 9 is .*\(data\.microbatch_size comes"),
+        naming_fields(found, 4),
+    ):
+        settle(found, 1, 4, 1)
 
 
 def test_the_table_is_told_once_and_the_run_keeps_its_values_when_the_file_is_gone(

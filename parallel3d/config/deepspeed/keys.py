@@ -48,6 +48,15 @@ def named(**names: Any) -> Callable[[Any], Any]:
 
 
 device = named(none="none", cpu="cpu", nvme="disk")
+
+
+def device_of_parameters(value: Any) -> Any:
+    """Where parameters lie; not on disk yet."""
+    if value == "nvme":
+        raise ValueError('is not built yet: write "cpu", the nearest that works')
+    return device(value)
+
+
 to_cpu = named(true="cpu", false="none")
 dtype = named(fp32="fp32", fp16="fp16", bf16="bf16", bfp16="bf16", none=None)
 method = named(parameters="parameters", uniform="uniform", profile="measure", best="parameters")
@@ -64,10 +73,9 @@ KEYS: dict[str, Target] = {
     f"{ZERO}.stage": Target("zero.stage", whole),
     f"{ZERO}.mics_shard_size": Target("zero.shard_size", lambda n: None if n == -1 else whole(n)),
     f"{ZERO}.offload_optimizer.device": Target("offload.optimizer", device),
-    f"{ZERO}.offload_param.device": Target("offload.parameters", device),
+    f"{ZERO}.offload_param.device": Target("offload.parameters", device_of_parameters),
     f"{ZERO}.cpu_offload": Target("offload.optimizer", to_cpu),
     f"{ZERO}.cpu_offload_params": Target("offload.parameters", to_cpu),
-    f"{CHECKPOINTING}.partition_activations": Target("recompute.partition"),
     f"{CHECKPOINTING}.cpu_checkpointing": Target("offload.activations", to_cpu),
     "pipeline.stages": Target("topology.pp", whole),
     "pipeline.partition": Target("pipeline.partition", method),

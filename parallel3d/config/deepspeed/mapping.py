@@ -17,7 +17,7 @@ from .said import AUTO, Claim, Said, leaves, parse
 
 OF_A_FIELD = (alone, rules.switch, rules.loss_scale, training.parameter, training.curve)
 OF_SEVERAL = (
-    *(rules.precision, rules.batch, rules.budget, rules.paths, rules.recomputing, rules.others),
+    *(rules.precision, rules.batch, rules.budget, rules.path, rules.recomputing, rules.others),
     *(training.optimizer, training.scheduler),
 )
 LEFT = "left to this configuration"
@@ -37,7 +37,8 @@ class Mapped(NamedTuple):
         origins = ", ".join(
             f"{key} comes from {_source(self.said, self.claims[key])}" for key in named
         )
-        return ValueError(f"{error} ({origins})") if named else error
+        way = "make the change in the file"
+        return ValueError(f"{error} ({origins}: {way})") if named else error
 
 
 def apply(plain: dict[str, Any], given: Set[str], world_size: int | None = None) -> Mapped:

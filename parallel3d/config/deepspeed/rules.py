@@ -1,8 +1,9 @@
-"""Fields that are read together: precision, batch, budget, paths."""
+"""Fields that are read together: precision, batch, budget, path."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 
 from .keys import CHECKPOINTING, ZERO, whole
 from .said import AUTO, Claim, Said
@@ -20,16 +21,19 @@ ENABLED = {"fp16.enabled": "fp16", "bf16.enabled": "bf16", "bfloat16.enabled": "
 BATCH = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 TOTAL = "train_batch_size"
 LIVE = f"{ZERO}.stage3_max_live_parameters"
-OFFLOAD = (f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param")
+OFFLOAD = f"{ZERO}.offload_optimizer"
 MOMENTS = "bf16.bf16_optimizer_states"
 INTERVAL = "pipeline.activation_checkpoint_interval"
-SWITCHES = (*ENABLED, MOMENTS, "wandb.enabled")
+PARTITION = f"{CHECKPOINTING}.partition_activations"
+SWITCHES = (*ENABLED, MOMENTS, PARTITION, "wandb.enabled")
+DEGREES = {"pp": "pipeline.stages", "tp": "tensor_parallel.autotp_size"}
 DECIDES: dict[str, str] = {
     **dict.fromkeys(ENABLED, "precision"),
     **SCALE,
     LIVE: "zero.gather_budget",
-    **{f"{group}.nvme_path": "offload.path" for group in OFFLOAD},
+    f"{OFFLOAD}.nvme_path": "offload.path",
     INTERVAL: "recompute.every",
+    PARTITION: "recompute.partition",
     "wandb.enabled": "log.wandb.mode",
     MOMENTS: "optim.state_dtype",
 }
@@ -81,7 +85,7 @@ def loss_scale(said: Said, field: str) -> Iterator[Claim]:
 def batch(said: Said) -> Iterator[Claim]:
     """`train_batch_size` is micro batch times accumulation times dp, and so is ours."""
     micro, times = (said.whole(field) for field in BATCH)
-    total, dp = said.whole(TOTAL), _dp(said)
+    total, dp = said.whole(TOTAL), _degree(said, "dp")
     if micro is None:
         return
     if times is None:
@@ -101,16 +105,17 @@ def batch(said: Said) -> Iterator[Claim]:
         raise said.refuse(BATCH[0], f"is of one dp rank: set topology.dp, or {TOTAL} in the file")
 
 
-def _dp(said: Said) -> int | None:
-    """The data-parallel degree, where it is known."""
-    degrees = said.config["topology"]
-    pp = said.whole("pipeline.stages") or degrees["pp"]
-    tp = said.whole("tensor_parallel.autotp_size") or degrees["tp"]
-    if isinstance(degrees["dp"], int):
-        return degrees["dp"]
-    if said.world_size is None or not isinstance(pp, int) or not isinstance(tp, int):
+def _degree(said: Said, axis: str) -> int | None:
+    """A degree of the grid, where it is known: said, or what the others leave of the ranks."""
+    degrees = dict(said.config["topology"])
+    for name, field in DEGREES.items():
+        degrees[name] = said.whole(field) or degrees[name]
+    degree = degrees.pop(axis)
+    if isinstance(degree, int):
+        return degree
+    if said.world_size is None or not all(isinstance(other, int) for other in degrees.values()):
         return None
-    return max(1, said.world_size // max(1, pp * tp))
+    return max(1, said.world_size // max(1, prod(degrees.values())))
 
 
 def budget(said: Said) -> Iterator[Claim]:
@@ -120,25 +125,29 @@ def budget(said: Said) -> Iterator[Claim]:
         yield Claim(LIVE, "zero.gather_budget", live * size, f"bytes, {size} a parameter")
 
 
-def paths(said: Said) -> Iterator[Claim]:
+def path(said: Said) -> Iterator[Claim]:
     """`nvme_path`, which files have also where nothing is on disk."""
-    for group in OFFLOAD:
-        field = f"{group}.nvme_path"
-        if said.get(field) is not None and said.get(f"{group}.device") == "nvme":
-            yield Claim(field, "offload.path", said.get(field))
-        elif said.get(field) is not None:
-            yield Claim(field, None, why='of "device": "nvme" only')
+    field = f"{OFFLOAD}.nvme_path"
+    if said.get(field) is not None and said.get(f"{OFFLOAD}.device") == "nvme":
+        yield Claim(field, "offload.path", said.get(field))
+    elif said.get(field) is not None:
+        yield Claim(field, None, why='of "device": "nvme" only')
 
 
 def recomputing(said: Said) -> Iterator[Claim]:
-    """What turns recomputing on."""
+    """What turns recomputing on, and what is cut of the inputs that it keeps."""
     if (every := said.whole(INTERVAL)) is not None:
         yield Claim(INTERVAL, "recompute.mode", "full" if every else "none")
         if every:
             yield Claim(INTERVAL, "recompute.every", every)
-    for field in ("partition_activations", "cpu_checkpointing"):
-        if said.get(f"{CHECKPOINTING}.{field}") is True:
-            yield Claim(f"{CHECKPOINTING}.{field}", "recompute.mode", "full", implied=True)
+    for field in (PARTITION, f"{CHECKPOINTING}.cpu_checkpointing"):
+        if said.get(field) is True:
+            yield Claim(field, "recompute.mode", "full", implied=True)
+    is_cut = said.get(PARTITION)
+    if is_cut is True and _degree(said, "tp") == 1:
+        yield Claim(PARTITION, None, why="topology.tp = 1: nothing to cut over")
+    elif is_cut is not None:
+        yield Claim(PARTITION, "recompute.partition", is_cut)
 
 
 def others(said: Said) -> Iterator[Claim]:

@@ -73,6 +73,7 @@ NEEDS_NONE: dict[str, str] = {
             **dict.fromkeys(("pipeline", "pipeline_read", "pipeline_write"), _DISK),
         }.items()
     },
+    f"{ZERO}.offload_param.nvme_path": "parameters go to the host at most",
     f"{CHECKPOINTING}.number_checkpoints": "recompute.every says it",
     f"{CHECKPOINTING}.contiguous_memory_optimization": "it changes no number",
     f"{CHECKPOINTING}.synchronize_checkpoint_boundary": "it changes no number",
