@@ -14,7 +14,7 @@ from .schema import Config
 def naming_fields(config: Config, world_size: int) -> Iterator[None]:
     """ValueErrors inside name the fields of the `deepspeed` file that their keys come from.
 
-    For rules that are checked when the file is read no longer: when the ranks are known.
+    For the rules that need the number of ranks; those of `read` are told so already.
     """
     try:
         yield

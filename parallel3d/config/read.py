@@ -49,7 +49,7 @@ def read(
         return _typed(plain, names)
     mapped = deepspeed.apply(plain, names, world_size)
     if tell is not None:
-        tell(f"{plain['deepspeed']} as keys of this configuration", mapped.rows)
+        tell(*mapped.table(plain["deepspeed"]))
     try:
         return _typed(plain, names | mapped.claims.keys())
     except ValueError as error:

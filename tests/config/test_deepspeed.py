@@ -316,4 +316,22 @@ def test_the_table_tells_defaults_of_deepspeed_from_what_the_command_line_says(
     notes = {field: rest for field, shown, *rest in curve.rows if shown == "-"}
     assert notes["scheduler.params.warmup_max_lr"][2].startswith("optim.lr is the top")
     assert notes["scheduler.params.warmup_type"][2].startswith("linear")
-    assert absent["optimizer.params.eps"] == ["optim.eps", "0.5", "said elsewhere"]
+    assert absent["optimizer.params.eps"] == ["optim.eps", "0.5", "the command line says it"]
+    again, _ = mapped({"activation_checkpointing": {"cpu_checkpointing": True}}, tmp_path)
+    assert {row[4] for row in again.rows[1:]} == {""}
+
+
+def test_how_often_is_logged_is_the_command_lines_to_say(tmp_path: Path) -> None:
+    found, keys = mapped({"steps_per_print": 2000}, tmp_path, log__every=5)
+    assert keys["log.every"] == 5
+    assert ("steps_per_print", "2000", "log.every", "5", "the command line says it") in found.rows
+    found, keys = mapped({"steps_per_print": 2000}, tmp_path)
+    assert keys["log.every"] == 2000
+    assert ("steps_per_print", "2000", "log.every", "2000", "") in found.rows
+
+
+def test_a_default_gives_way_to_what_the_command_line_says_of_the_batch(tmp_path: Path) -> None:
+    file = {"train_micro_batch_size_per_gpu": 2}
+    found, keys = mapped(file, tmp_path, data__global_batch_size=64)
+    assert keys["data.global_batch_size"] == 64
+    assert found.rows[-1][3:] == ("64", "the command line says it")

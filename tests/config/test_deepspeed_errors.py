@@ -300,10 +300,13 @@ def test_the_table_is_told_once_and_the_run_keeps_its_values_when_the_file_is_go
     found = read(cfg, [override], 2, lambda title, rows: told.append((title, rows)))
     assert found.optim.lr == 0.25 and found.deepspeed == cfg.deepspeed
     assert settle(found, 1, 2, 1).pipeline.num_microbatches == 1
-    ((title, rows),) = told
+    title, rows = told[0]
+    assert len(told) == 1
     assert title.startswith(cfg.deepspeed) and ("optimizer.params.lr", "0.25") in [
         r[:2] for r in rows
     ]
+    read(OmegaConf.create(cfg), [write(tmp_path, {})], 2, lambda *table: told.append(table))
+    assert told[1:] == [(f"{cfg.deepspeed} says nothing: all keys are as configured here", [])]
     (tmp_path / "config.yaml").write_text(config.to_yaml(found))
     (tmp_path / "ds.json").unlink()
     assert config.load(tmp_path / "config.yaml") == found

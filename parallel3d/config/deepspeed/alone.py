@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 
 from . import rules, training
-from .keys import KEYS
+from .keys import GIVES_WAY, KEYS
 from .said import AUTO, Claim, Said
 from .silent import NEEDS_NONE, OFF, ONLY, UNBUILT
 
@@ -42,8 +42,8 @@ def alone(said: Said, field: str) -> Iterator[Claim]:
 def _turned(said: Said, field: str) -> Claim:
     key, turn, why = KEYS[field]
     value = said.turned(field, turn)
-    # What leaves a choice automatic contradicts nobody who makes it.
-    return Claim(field, key, value, why, implied=value is None)
+    # What leaves a choice automatic, and what is logged, contradicts nobody who makes a choice.
+    return Claim(field, key, value, why, implied=value is None or key in GIVES_WAY)
 
 
 def _unknown(said: Said, field: str) -> ValueError:

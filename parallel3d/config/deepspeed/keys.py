@@ -83,3 +83,6 @@ KEYS: dict[str, Target] = {
     "wandb.group": Target("log.wandb.group"),
     "wandb.team": Target("log.wandb.entity"),
 }
+
+GIVES_WAY = ("log.every",)
+"""Keys that change no number: the command line may say them differently."""

@@ -31,6 +31,12 @@ class Mapped(NamedTuple):
     claims: dict[str, Claim]
     rows: list[tuple[str, ...]]
 
+    def table(self, path: str) -> tuple[str, list[tuple[str, ...]]]:
+        """A title and the rows; only a line for a file that says nothing."""
+        if not self.said.fields:
+            return f"{path} says nothing: all keys are as configured here", []
+        return f"{path} as keys of this configuration", self.rows
+
     def explain(self, error: ValueError) -> ValueError:
         """The error, with the file's spelling of the keys that it names."""
         named = [key for key in self.claims if _names(str(error), key)]
@@ -123,9 +129,15 @@ def _rows(
         absent = claim.field not in order and claim.implied
         shown = "-" if absent else json.dumps(said.fields.get(claim.field, claim.value))
         ours = spell(_get(said.config, claim.key)) if claim.key else ""
-        implied = "DeepSpeed's default" if held.get(claim.key or "") is claim else "said elsewhere"
-        why = claim.why or (implied if claim.implied else "")
+        why = _overruled(claim, held) or claim.why or ("DeepSpeed's default" if absent else "")
         yield (claim.field, shown, claim.key or "-", ours, why)
+
+
+def _overruled(claim: Claim, held: Mapping[str, Claim]) -> str:
+    """By what an implied claim does not hold; empty if it does."""
+    if claim.key is None or not claim.implied or held.get(claim.key) is claim:
+        return ""
+    return "said elsewhere" if claim.key in held else "the command line says it"
 
 
 def _decides(field: str) -> str | None:

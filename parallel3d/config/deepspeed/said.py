@@ -14,7 +14,10 @@ AUTO = "auto"
 
 
 class Claim(NamedTuple):
-    """What a field says of a key, or why it says nothing; `implied`: by DeepSpeed's default."""
+    """What a field says of a key, or why it says nothing.
+
+    `implied`: DeepSpeed's default, or of no weight; gives way to whatever else is said.
+    """
 
     field: str
     key: str | None
