@@ -48,6 +48,10 @@ WRONG: list[tuple[Any, str]] = [
     # Without a counterpart.
     ({"optimizer": {"type": "OneBitAdam"}}, r'type = "OneBitAdam" in ds\.json .*: write "Adam"'),
     ({"optimizer": {"type": "OneBitLamb"}}, r'type = "OneBitLamb" in ds\.json .*: write "Lamb"'),
+    (
+        {"optimizer": {"type": "ZeroOneAdam", "params": {"lr": 1, "local_step_clipper": 16}}},
+        r"^ds\.json has 2 faults:\n  .*local_step_clipper = 16 .* no parameter .*\n.*write \"Adam",
+    ),
     ({"sparse_attention": {"mode": "fixed", "block": 16}}, r"^sparse_attention in .* not built"),
     ({"sparse_attention": {}}, r"^sparse_attention in ds\.json is not built .*: take the section"),
     (warmup("OneCycle"), r'"OneCycle" .* no counterpart: write "WarmupLR" or "WarmupDecayLR" or'),

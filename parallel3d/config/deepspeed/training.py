@@ -100,7 +100,7 @@ def _class(said: Said) -> Callable[..., Any] | None:
     kind, ours = said.get("optimizer.type"), said.config["optim"]
     try:
         if kind is not None:
-            return class_of(str(kind), None)
+            return class_of(COMPRESSED.get(str(kind).lower(), str(kind)), None)
         return class_of(ours.get("name"), ours.get("_target_"))
     except ValueError:
         return None
