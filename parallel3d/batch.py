@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from .comm.collectives import all_gather_objects
 from .rng import seed_of
-from .topology import Topology
+from .topology import Axis, Topology
 
 
 @dataclass
@@ -84,12 +85,7 @@ def check_same(batch: Batch, topology: Topology) -> None:
     """Raise ValueError on every rank unless each dp index's ranks were given the same batch."""
     mine = _fingerprint(batch)
     seen = all_gather_objects((topology.dp.rank, len(batch.targets), *mine), topology.world)
-    counts = {count for _, count, _, _ in seen}
-    if len(counts) > 1:
-        raise ValueError(
-            f"ranks were given {', '.join(map(str, sorted(counts)))} microbatches: every dp rank "
-            f"runs the same number"
-        )
+    _check_number(count for _, count, _, _ in seen)
     for what, at in (("x", 2), ("target", 3)):
         for dp in range(topology.dp.size):
             prints = {row[at] for row in seen if row[0] == dp and row[at] is not None}
@@ -98,6 +94,19 @@ def check_same(batch: Batch, topology: Topology) -> None:
                     f"the ranks of dp index {dp} were given different {what}: all pp and tp ranks "
                     f"of one dp index must pass the same batch (cut it by topology.dp.rank)"
                 )
+
+
+def check_same_number(batch: Batch, dp: Axis) -> None:
+    """Raise ValueError on every rank of ``dp`` unless they have equally many microbatches."""
+    _check_number(all_gather_objects(len(batch.targets), dp))
+
+
+def _check_number(seen: Iterable[int]) -> None:
+    if len(counts := sorted(set(seen))) > 1:
+        raise ValueError(
+            f"ranks were given {', '.join(map(str, counts))} microbatches: every dp rank runs the "
+            f"same number"
+        )
 
 
 def _size(tree: Any, what: str) -> int:

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from .assemble import Offload, Options, assemble
 from .assemble.alike import check_alike
+from .assemble.kinds import check_kinds
 from .assemble.model import DTYPES
-from .assemble.options import check_kinds, scaler_of
+from .assemble.options import scaler_of
 from .assemble.state import load_state, save_state, whole_state
-from .batch import Batch, check_same, shapes_of, split, to_device
+from .batch import Batch, check_same, check_same_number, shapes_of, split, to_device
 from .comm.collectives import Pending, all_reduce, broadcast, start_all_reduce
 from .optim.norm import clip, clip_coefficient
 from .pipeline.actions import Program
@@ -152,14 +153,10 @@ class Engine:
         seed: int = 0,
     ) -> None:
         given = {**locals(), "offload": Offload.of(offload)}
-        check_kinds(model, topology, loss_fn, optimizer)
+        check_kinds(model, topology, given)
         check_alike(model, given, optimizer, topology)
         options = Options(**{each.name: given[each.name] for each in fields(Options)})
         options.check(topology.dp.size, topology.tp.size)
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ValueError(
-                f"max_grad_norm = {max_grad_norm} must be above 0, or None for no clipping"
-            )
         self.scaler = scaler_of(precision, fp16)
         self.topology, self.seed = topology, seed
         self.max_grad_norm, self.max_bad_steps = max_grad_norm, max_bad_steps
@@ -186,10 +183,13 @@ class Engine:
         whose sizes may differ. Raises ValueError for a batch smaller than the microbatches.
         """
         self.watch.notes.step = self.step + 1
+        self._refuse_modes(training=True)
         batch = self._batch(x, target, self.parts.programs.num_microbatches)
         if not self._checked:
             check_same(batch, self.topology)
             self._checked = True
+        elif isinstance(x, list):
+            check_same_number(batch, self.topology.dp)
         items = self._count(batch)
         self.parts.criterion.begin(batch.targets, lambda: self._factor(items.wait()))
         try:
@@ -207,11 +207,11 @@ class Engine:
 
         Changes nothing: not the weights, the gradients, the counters or any random state.
         """
+        self._refuse_modes(training=False)
         batch = self._batch(x, target, self.parts.programs.num_microbatches, training=False)
         items = self._count(batch).wait()
         self.parts.criterion.begin(batch.targets, None)
-        if batch.targets:
-            self._run(batch, training=False)
+        self._run(batch, training=False, most=self._most(len(batch.targets)))
         self.watch.enters("the sum of losses")
         scalars = torch.zeros(self.topology.dp.size, dtype=torch.float64, device=items.device)
         self._write_loss(scalars)
@@ -264,6 +264,26 @@ class Engine:
             raise ValueError("x is None on the first stage, which needs it")
         return to_device(batch, self.topology.device, self._dtype, first)
 
+    def _refuse_modes(self, training: bool) -> None:
+        """What would change the numbers of a step from outside."""
+        if torch.is_autocast_enabled(self.topology.device.type):
+            raise ValueError(
+                "torch.autocast is on around the step, where it would change the numbers: leave "
+                "it, and build the engine with precision='bf16' or 'fp16'"
+            )
+        if training and torch.is_inference_mode_enabled():
+            raise ValueError(
+                "torch.inference_mode is on around train_step, which needs gradients: leave it, "
+                "or take eval_step"
+            )
+
+    def _most(self, count: int) -> int:
+        """Microbatches of the dp rank that has most, where ranks gather for each other's."""
+        if not self.parts.shards.keeps_owned:
+            return count
+        counts = torch.tensor(count, device=self.topology.device)
+        return int(all_reduce(counts, self.topology.dp, op="max", tag="microbatches"))
+
     def _count(self, batch: Batch) -> Pending:
         """Items of the whole batch: known before the first backward needs it."""
         counts = [self.parts.num_items(target) for target in batch.targets]
@@ -281,15 +301,18 @@ class Engine:
         inverse = _inverse(items)
         return inverse if self.scaler is None else inverse * self.scaler.scale
 
-    def _run(self, batch: Batch, training: bool) -> None:
+    def _run(self, batch: Batch, training: bool, most: int | None = None) -> None:
+        """``most``: of the microbatches of any rank, these are the first."""
         parts, count = self.parts, len(batch.targets)
         first = self.topology.dp.rank * count
         seeds = [seed_of(self.seed, "step", self.step, first + k) for k in range(count)]
         shapes = torch.tensor(shapes_of(batch), dtype=torch.int64)
-        shapes = broadcast(shapes, self.topology.pp, parts.programs.rank_of_stage[0], tag="shapes")
+        if count:
+            first_rank = parts.programs.rank_of_stage[0]
+            shapes = broadcast(shapes, self.topology.pp, first_rank, tag="shapes")
         step = Step(batch.inputs, seeds, shapes.tolist(), training, parts.criterion)
         known = {(training, shape) for shape in step.shapes}
-        actions = parts.programs.mine(count, training, ahead=known <= self._known)
+        actions = parts.programs.mine(most or count, training, ahead=known <= self._known)
         devices = [self.topology.device] if self.topology.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             parts.run(actions, step)
@@ -315,6 +338,8 @@ class Engine:
         square, *losses, num_items = torch.cat(
             [scalars[:count].sum().view(1), scalars[count:], items.view(1)]
         ).tolist()
+        if num_items < 0:
+            raise ValueError(f"num_items gave {num_items:.0f} for the batch: 0 is the least")
         self.watch.enters("the update")
         scale, loss = self.loss_scale, sum(losses)
         norm = math.sqrt(square) / scale if square >= 0 else math.nan

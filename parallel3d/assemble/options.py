@@ -22,7 +22,6 @@ from ..optim.make import Options as Group
 from ..optim.scaler import LossScaler
 from ..pipeline.actions import Program
 from ..pipeline.criterion import LossFn
-from ..topology import Topology
 
 
 @dataclass(frozen=True)
@@ -39,30 +38,13 @@ class Offload:
         """From the engine's argument. Raises ValueError for a key that is none."""
         if isinstance(asked, Offload):
             return asked
-        check_mapping("offload", asked or {}, asdict(cls()))
+        check_mapping("offload", {} if asked is None else asked, asdict(cls()))
         return cls(**(asked or {}))
-
-
-def check_kinds(model: Any, topology: Any, loss_fn: Any, optimizer: Any) -> None:
-    """Raise ValueError for what is passed as something else than the engine takes."""
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model = {model!r} is not a module: pass an nn.Sequential of units")
-    if not isinstance(topology, Topology):
-        raise ValueError(f"topology = {topology!r} is not a Topology: pass Topology.init()")
-    if isinstance(loss_fn, type) or not callable(loss_fn):
-        name = loss_fn.__name__ if isinstance(loss_fn, type) else repr(loss_fn)
-        raise ValueError(f"loss_fn = {name} is not a function: pass an object, nn.MSELoss()")
-    if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
-        name = type(optimizer).__name__ if callable(getattr(optimizer, "step", 0)) else optimizer
-        raise ValueError(
-            f"optimizer = {name!r} is not what makes an optimizer, which the engine calls with its "
-            f"parameters: pass a class, or functools.partial(torch.optim.AdamW, lr=1e-3)"
-        )
 
 
 def scaler_of(precision: str, asked: Mapping[str, Any] | None) -> LossScaler | None:
     """From the engine's arguments; None unless ``precision`` is fp16. Raises ValueError."""
-    check_mapping("fp16", asked or {}, vars(Fp16()))
+    check_mapping("fp16", {} if asked is None else asked, vars(Fp16()))
     check_loss_scale(precision, asked or {})
     return LossScaler(**(asked or {})) if precision == "fp16" else None
 

@@ -41,7 +41,7 @@ from .plan import make_plan
 from .programs import Programs
 from .ties import check_placements, fixed_of, share_values, shared_by, tie_by_name, ties_of
 from .update import check_optimizer, make_optimizer
-from .uses import uses_of
+from .uses import uses_here, uses_of
 
 GATHER_BUDGET = 2**28  # bytes
 
@@ -76,10 +76,15 @@ class Parts:
         return {at: [unit.number for unit in self.stages[at].units] for at in self.stages}
 
     def run(self, actions: Sequence[Action], step: Step) -> None:
-        """Do this rank's actions of a program. Collective over the world."""
-        uses = uses_of(actions, self.unit_numbers)
-        self.shards.begin(uses, len(step.seeds), step.training)
-        self.interpreter.run(actions, step)
+        """Do this rank's actions of a program. Collective over the world.
+
+        Those of microbatches that the step has not are left out; parameters that they use are
+        gathered none the less, for ranks that have them.
+        """
+        numbers, count = self.unit_numbers, len(step.seeds)
+        here = uses_here(actions, numbers, count)
+        self.shards.begin(uses_of(actions, numbers), count, step.training, here)
+        self.interpreter.run([action for action in actions if action.microbatch < count], step)
         self.shards.end()
 
 

@@ -26,6 +26,13 @@ def uses_of(actions: Iterable[Action], units: Mapping[int, Sequence[int]]) -> li
     return uses
 
 
+def uses_here(
+    actions: Iterable[Action], units: Mapping[int, Sequence[int]], count: int
+) -> list[bool]:
+    """Of each of ``uses_of(actions)``, whether its microbatch is among the first ``count``."""
+    return [a.microbatch < count for a in actions for _ in uses_of([a], units)]
+
+
 def touches_of(actions: Iterable[Action], units: Mapping[int, Sequence[int]]) -> list[Touch]:
     """Each time that the program works on a unit's gradients, as a stage tells its weights."""
     touches: list[Touch] = []

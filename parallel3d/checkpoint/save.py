@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,6 +19,8 @@ from .files import LOCAL, Files
 from .fragment import Fragment
 from .manifest import BLOCK_BYTES, NAME, DataFile, Manifest, Piece, TensorEntry, check_meta
 from .names import beside, discard, siblings
+
+DATA = re.compile(r"rank-[0-9]+\.bin")
 
 
 class Part(NamedTuple):
@@ -50,6 +53,8 @@ def save(
     fragments or a ``meta`` that cannot be saved, RuntimeError or OSError for the file system.
     What was saved before stays as it was.
     """
+    if not folder.name:
+        raise ValueError(f"{str(folder)!r} names no folder: save to one of its own, such as step-1")
     temporary = beside(folder, "tmp", broadcast_object(secrets.token_hex(4), world))
     try:
         on_rank_0(world, lambda: _begin(folder, temporary, meta, files))
@@ -65,9 +70,25 @@ def save(
 
 def _begin(folder: Path, temporary: Path, meta: dict[str, Any], files: Files) -> None:
     check_meta(meta)
+    _check_own(folder)
     for stale in siblings(folder, "tmp"):
         files.remove_folder(stale)
     files.make_folder(temporary)
+
+
+def _check_own(folder: Path) -> None:
+    """Refuse to replace what is no checkpoint."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file: save a checkpoint to a folder of its own")
+    if not folder.is_dir() or (folder / NAME).exists():
+        return
+    files = (each for each in folder.rglob("*") if not each.is_dir())
+    others = [str(f.relative_to(folder)) for f in files if not DATA.fullmatch(f.name)]
+    if others:
+        raise ValueError(
+            f"{folder} has other things in it, such as {min(others)}, and a checkpoint takes the "
+            f"whole folder: save to one of its own, such as {folder / 'step-1'}"
+        )
 
 
 def _write_part(

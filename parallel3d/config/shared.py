@@ -116,6 +116,8 @@ def check_offload(offload: Mapping[str, Any], stage: int) -> None:
             f"offload.path = {offload['path']}, but nothing goes to disk: set "
             f"offload.optimizer=disk, or offload.path=null"
         )
+    if offload["path"] == "":
+        raise ValueError("offload.path is empty: set it to a folder on a local disk")
     if offload["parameters"] == "cpu" and stage != 3:
         raise ValueError(
             f"offload.parameters = cpu, but zero.stage = {stage} keeps parameters whole on the "

@@ -21,6 +21,7 @@ from .bundle import (
     state_name,
 )
 from .make import Make, Options, made_for_trial
+from .schedule import factor_of
 
 
 class Apart(NamedTuple):
@@ -158,7 +159,7 @@ class ShardedOptimizer:
         return rooms_of(self._make, self._all_groups, spans, keeping)
 
     def _factor(self) -> float:
-        return 1.0 if self.lr_schedule is None else float(self.lr_schedule(self.updates))
+        return factor_of(self.lr_schedule, self.updates)
 
 
 def _spans(flat: Flat) -> list[Span]:

@@ -51,3 +51,17 @@ SHAPES: dict[str, Shape] = {
     "wsd": lambda progress: 1.0 - progress,
 }
 """What is left at each share of the fall, from 1 at 0; `constant` never falls."""
+
+
+def factor_of(lr_schedule: Callable[[int], float] | None, updates: int) -> float:
+    """The factor of the learning rate after so many updates; 1 without a schedule.
+
+    Raises ValueError for one that would spoil the weights.
+    """
+    factor = 1.0 if lr_schedule is None else float(lr_schedule(updates))
+    if not 0 <= factor < math.inf:
+        raise ValueError(
+            f"lr_schedule({updates}) = {factor}: it gives a factor of the learning rate, a finite "
+            f"number that is 0 or more"
+        )
+    return factor

@@ -22,6 +22,7 @@ from ..topology import Axis
 from ..zero.flat import Flat, Held
 from .bundle import State, Updated
 from .make import Make, Options, made_for_trial
+from .schedule import factor_of
 
 Range = tuple[int, int]
 Shapes = dict[str, tuple[int, ...]]
@@ -235,7 +236,7 @@ class WholeOptimizer:
         return [each for each in self.slices if each.here]
 
     def _factor(self) -> float:
-        return 1.0 if self.lr_schedule is None else float(self.lr_schedule(self.updates))
+        return factor_of(self.lr_schedule, self.updates)
 
 
 def options_of(make: Make, groups: Sequence[Options]) -> list[Options]:

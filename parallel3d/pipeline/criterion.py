@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -33,6 +34,7 @@ class SumLoss:
 
     def __init__(self, loss_fn: LossFn) -> None:
         self.loss_fn = loss_fn
+        self._seen_to_add = False
         self._kept: dict[int, tuple[Tensor, list[Any]]] = {}
 
     def begin(self, targets: list[Any], scale: Callable[[], Tensor] | None) -> None:
@@ -49,6 +51,8 @@ class SumLoss:
             loss = self.loss_fn(wide, self.targets[microbatch])
             _check(loss)
             if self.scale is not None:
+                if not self._seen_to_add:
+                    self._seen_to_add = adds_up(self.loss_fn, wide, self.targets[microbatch])
                 scaled = loss * self.scale().to(loss.dtype)
                 self._kept[microbatch] = scaled, leaves
         value = loss.detach().double()
@@ -84,6 +88,32 @@ def _check(loss: Any) -> None:
         f"loss_fn returned {found}: it must return a scalar tensor in float32 or float64, the SUM "
         f"over the items of the microbatch, for example nn.MSELoss(reduction='sum')"
     )
+
+
+def adds_up(loss_fn: LossFn, output: Any, target: Any) -> bool:
+    """Whether a sample taken twice has twice the loss; False also where this cannot be said.
+
+    Raises ValueError where it has the same loss: that is a mean, or nearly.
+    """
+    pair = output, target
+    if not all(isinstance(each, Tensor) and each.dim() and len(each) for each in pair):
+        return False
+    devices = [output.device] if output.is_cuda else []
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices):
+            once = loss_fn(*(each[:1].detach().clone() for each in pair)).item()
+            twice = loss_fn(*(torch.cat([each[:1].detach()] * 2) for each in pair)).item()
+    except Exception:  # not a loss of any number of samples
+        return False
+    if not math.isfinite(once) or once == 0:
+        return False
+    if abs(twice / once - 1) < 1e-3:
+        raise ValueError(
+            f"loss_fn gave {once:.6g} for a sample and {twice:.6g} for the same sample twice, so "
+            f"it is a mean: it must return the SUM over the items of the microbatch, which the "
+            f"engine divides by the number of items in the whole batch"
+        )
+    return True
 
 
 def as_sum(loss_fn: LossFn) -> LossFn:

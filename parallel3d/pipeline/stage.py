@@ -212,17 +212,19 @@ class Stage:
 def _add_gradients(deferred: deque[Deferred]) -> None:
     """Make what one unit has deferred, in order, and let each go.
 
-    Uses of a weight are summed first, as autograd does, and added once the last is there.
+    Uses of a weight are summed first, as wide as its gradient, as autograd does, and added once
+    the last is there.
     """
     uses = Counter(id(parameter) for parameter, _ in deferred)
     sums: dict[int, Tensor] = {}
     while deferred:
         parameter, make = deferred.popleft()
         key = id(parameter)
-        sums[key] = sums[key] + make() if key in sums else make()
+        assert parameter.grad is not None
+        made = make().to(parameter.grad.dtype)
+        sums[key] = sums[key] + made if key in sums else made
         uses[key] -= 1
         if not uses[key]:
-            assert parameter.grad is not None
             parameter.grad.add_(sums.pop(key))
 
 

@@ -16,6 +16,7 @@ import errno
 import fcntl
 import mmap
 import os
+import re
 import secrets
 import shutil
 import weakref
@@ -30,7 +31,7 @@ from torch import Tensor
 from .store import Store
 
 LOCK = "lock"
-FOLDER = "rank-*-*"
+FOLDER = re.compile(r"rank-[0-9]{5}-[0-9a-f]{8}")
 
 
 class DiskStore(Store):
@@ -98,7 +99,7 @@ class DiskStore(Store):
 
 def remove_stale(path: Path) -> None:
     """Remove the folders of processes that were killed."""
-    for folder in path.glob(FOLDER):
+    for folder in filter(lambda each: FOLDER.fullmatch(each.name), path.iterdir()):
         with suppress(OSError):  # another process may be removing it
             handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
             try:

@@ -114,9 +114,11 @@ class Shards:
         units = sorted({*own, *self.kept})
         return {unit: [*own.get(unit, ()), *self.kept.get(unit, ())] for unit in units}
 
-    def begin(self, uses: Sequence[int], num_microbatches: int, training: bool) -> None:
-        """Of a program that uses these units' parameters, in order."""
-        self.values.begin(uses, training)
+    def begin(
+        self, uses: Sequence[int], num_microbatches: int, training: bool, here: Sequence[bool]
+    ) -> None:
+        """Of a program that uses these units' parameters, in order; see ``Values.begin``."""
+        self.values.begin(uses, training, here)
         self.gradients.begin(num_microbatches)
 
     def end(self) -> None:

@@ -17,8 +17,11 @@ from .residency import plan
 class Values(Protocol):
     """Who sees to it that a unit finds its parameters."""
 
-    def begin(self, uses: Sequence[int], training: bool) -> None:
-        """Of a program that uses these units, in order. Training changes the values at its end."""
+    def begin(self, uses: Sequence[int], training: bool, here: Sequence[bool]) -> None:
+        """Of a program that uses these units, in order. Training changes the values at its end.
+
+        Those that are not ``here`` are other ranks' uses, in which this one takes part.
+        """
 
     def before(self, unit: int) -> None:
         """Called before each use of a unit: its parameters are there when this returns."""
@@ -43,7 +46,7 @@ class Whole:
         self.flats = flats
         self._gathering: dict[int, list[Pending]] = {}
 
-    def begin(self, uses: Sequence[int], training: bool) -> None:
+    def begin(self, uses: Sequence[int], training: bool, here: Sequence[bool]) -> None:
         """Nothing: gathers are under way since the update."""
 
     def before(self, unit: int) -> None:
@@ -95,10 +98,10 @@ class Owned:
         self.needs, self.units, self.budget = needs, units, budget
         self._plans: dict[tuple[bool, tuple[int, ...]], list[tuple[Flat, ...]]] = {}
         self._wanted: list[tuple[Flat, ...]] = []
-        self._uses: Iterator[tuple[Flat, ...]] = iter(())
+        self._uses: Iterator[tuple[int, tuple[Flat, ...], bool]] = iter(())
         self._gathered: dict[Flat, Pending] = {}
 
-    def begin(self, uses: Sequence[int], training: bool) -> None:
+    def begin(self, uses: Sequence[int], training: bool, here: Sequence[bool]) -> None:
         """Plan what is kept when."""
         key = training, tuple(uses)
         if key not in self._plans:
@@ -106,19 +109,29 @@ class Owned:
             sizes = {flat: flat.nbytes for flat in self.units}
             self._plans[key] = plan(order, sizes, self.budget, () if training else order)
         self._wanted = self._plans[key]
-        self._uses = iter(self._wanted)
-        self.end()
+        self._uses = zip(uses, self._wanted, here, strict=True)
+        self._hide()
 
     def before(self, unit: int) -> None:
         """Release what is not needed soon, start to gather what is, and wait for the unit's own."""
-        needs = self.needs.get(unit, ())
-        self._want(next(self._uses), needs)
-        for flat in needs:
+        self._go_on()
+        for flat in self.needs.get(unit, ()):
             self._gathered[flat].wait()
             flat.show()
 
     def end(self) -> None:
-        """Let nobody read or write what is thrown away."""
+        """Gather what is left for others, and let nobody read or write what is thrown away."""
+        self._go_on()
+        self._hide()
+
+    def _go_on(self) -> None:
+        """To the next use that is here, or the end."""
+        for unit, wanted, here in self._uses:
+            self._want(wanted, self.needs.get(unit, ()))
+            if here:
+                return
+
+    def _hide(self) -> None:
         for flat in self._gathered:
             flat.hide()
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -191,6 +192,27 @@ def test_a_stale_partial_folder_is_replaced(tmp_path: Path) -> None:
     run_on(2, save_ten, folder=str(tmp_path))
     assert newest_value(tmp_path) == 10.0
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
+
+
+def saves(topology: Topology, folder: Path, name: str) -> str:
+    """A checkpoint over what is no checkpoint, with what every rank is told."""
+    with pytest.raises(ValueError) as caught:
+        save(folder / name, [], {}, topology.world)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["root", "file", "text"])
+def test_what_is_no_checkpoint_is_never_removed(name: str, tmp_path: Path) -> None:
+    """The folder of checkpoints, a file, and a folder with somebody's text."""
+    run_on(2, save_ten, folder=str(tmp_path / "root"))
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "thesis.txt").write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    for told in run_on(2, saves, folder=tmp_path, name=name):
+        assert re.search(r"is a file: save|has other things in it, such as [st].*own", told)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 def save_ten(topology: Topology, folder: str) -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel3d.pipeline.criterion import SumLoss, as_sum, default_num_items
+from parallel3d.pipeline.criterion import SumLoss, adds_up, as_sum, default_num_items
 from parallel3d.tensor import vocab_parallel_cross_entropy
 from parallel3d.topology import Axis
 
@@ -109,6 +109,27 @@ class Learned(nn.Module):
 def test_what_is_not_a_sum_is_refused_with_the_way_out(loss_fn: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         as_sum(loss_fn)
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        lambda output, target: F.mse_loss(output, target),
+        lambda output, target: ((output - target) ** 2).sum() / len(target),
+        lambda output, target: F.smooth_l1_loss(output, target, reduction="mean"),
+    ],
+)
+def test_a_mean_that_does_not_say_so_is_found_by_a_sample_taken_twice(loss_fn: Any) -> None:
+    with pytest.raises(ValueError, match=r"for a sample and .* it is a mean: it must return the S"):
+        loss_of(OUTPUT, VALUES, loss_fn)
+
+
+def test_a_loss_of_which_nothing_can_be_said_is_left_alone_until_it_can() -> None:
+    masked = partial(F.cross_entropy, reduction="sum")
+    assert not adds_up(masked, OUTPUT, torch.full((3,), -100))
+    assert adds_up(masked, OUTPUT, CLASSES)
+    assert not adds_up(lambda output, target: (output.view(3, 4) - target).sum(), OUTPUT, VALUES)
+    assert not adds_up(masked, (OUTPUT,), CLASSES) and not adds_up(masked, OUTPUT[:0], CLASSES[:0])
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,14 @@ def test_a_process_killed_while_it_makes_its_folder_leaves_none_either(tmp_path:
     assert list(tmp_path.iterdir()) == [store.folder]
 
 
+def test_folders_of_others_are_left_alone(tmp_path: Path) -> None:
+    theirs = tmp_path / "rank-0-results"
+    theirs.mkdir()
+    (theirs / "lock").touch()
+    store = DiskStore(tmp_path, 0)
+    assert set(tmp_path.iterdir()) == {theirs, store.folder}
+
+
 def test_a_clean_end_leaves_nothing(tmp_path: Path) -> None:
     process = child(tmp_path, 0)
     process.communicate()
