@@ -32,6 +32,31 @@ def zero(**fields: Any) -> dict[str, Any]:
     return {"zero_optimization": fields}
 
 
+# What only counts as true or false is neither; nor are true and false numbers.
+LOOSE: list[tuple[Any, str]] = [
+    ({"fp16": {"enabled": 0}}, r"fp16\.enabled = 0 in ds\.json is neither .*: write true or false"),
+    ({"fp16": {"enabled": None}}, r"fp16\.enabled = null in .* nor false: write true or false"),
+    ({"bf16": {"enabled": 1}}, r"bf16\.enabled = 1 in ds\.json is neither true nor false: write"),
+    ({"wandb": {"enabled": 1}}, r"wandb\.enabled = 1 in ds\.json is neither true nor false: write"),
+    (
+        {"amp": {"enabled": 0}},
+        r"amp\.enabled = 0 in ds\.json is neither true nor false: write false",
+    ),
+    ({"sparse_gradients": 0}, r"sparse_gradients = 0 in .* neither .*: write false"),
+    (zero(offload_optimizer={"ratio": True}), r"ratio = true in ds\.json has no .*: write 1$"),
+    (zero(cpu_offload="true"), r'cpu_offload = "true" in .* nor false: write true or false'),
+    ({"fp32_allreduce": "false"}, r'allreduce = "false" in .* nor false: write true or false'),
+    ({"fp16": {"enabled": True, "loss_scale": False}}, r"loss_scale = false in .* not a number"),
+    (
+        {"fp16": {"enabled": True, "initial_scale_power": True}},
+        r"initial_scale_power = true in ds\.json is not a number",
+    ),
+    (optim(adam_w_mode=0), r"adam_w_mode = 0 in ds\.json is neither .*: write true or false"),
+    (optim(adam_w_mode="false"), r'adam_w_mode = "false" in .* nor false: write true or false'),
+    (optim(adam_w_mode=None), r"adam_w_mode = null in .* nor false: write true or false"),
+    (optim(torch_adam=0), r"torch_adam = 0 in ds\.json is neither .*: write true or false"),
+]
+
 WRONG: list[tuple[Any, str]] = [
     ('{"steps_per_print": 1,}', r"deepspeed = '.*ds\.json' is not plain JSON: .*line 1"),
     ("[]", r"holds no object of fields"),
@@ -69,7 +94,7 @@ WRONG: list[tuple[Any, str]] = [
     ({"communication_data_type": "fp8"}, r'"fp8" in ds\.json is not one of fp32, fp16, bf16'),
     ({"communication_data_type": [1]}, r"\[1\] in ds\.json is not one of fp32"),
     ({"pipeline": {"stages": 1.5}}, r"pipeline\.stages = 1\.5 in ds\.json is not a whole number"),
-    ({"pipeline": {"stages": True}}, r"pipeline\.stages = true in ds\.json is not a whole number"),
+    ({"pipeline": {"stages": True}}, r"pipeline\.stages = true in ds\.json is not a number"),
     (
         {"fp16": {"enabled": True, "initial_scale_power": 999}},
         r"initial_scale_power = 999 in ds\.json is not a power of 2, from 0 to 64",
@@ -139,7 +164,7 @@ WRONG: list[tuple[Any, str]] = [
 
 @pytest.mark.report("MakazhanAlpamys/Soup#627")
 @pytest.mark.report("deepspeedai/DeepSpeed#17")
-@pytest.mark.parametrize(("fields", "message"), WRONG)
+@pytest.mark.parametrize(("fields", "message"), [*LOOSE, *WRONG])
 def test_a_wrong_file_is_refused_by_field_value_and_way_out(
     fields: Any, message: str, tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 ZERO = "zero_optimization"
 CHECKPOINTING = "activation_checkpointing"
+NO_SWITCH = "is neither true nor false"
 
 
 class Target(NamedTuple):
@@ -32,17 +33,30 @@ def number(value: Any) -> Any:
 def whole(value: Any) -> Any:
     """Sizes such as `2e8`, which JSON reads as a fraction, as whole numbers."""
     value = number(value)
+    if isinstance(value, bool):
+        raise ValueError("is not a number")
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def named(**names: Any) -> Callable[[Any], Any]:
-    """What each text, `true`, `false` or `null` means here."""
+    """What each text means here; null is `none`."""
 
     def turn(value: Any) -> Any:
-        spelt = str(value).lower() if value is None or isinstance(value, bool) else value
+        spelt = "none" if value is None else value
         if not isinstance(spelt, str) or spelt not in names:
             raise ValueError(f"is not one of {', '.join(names)}")
         return names[spelt]
+
+    return turn
+
+
+def either(on: Any, off: Any) -> Callable[[Any], Any]:
+    """What `true` and `false` mean here."""
+
+    def turn(value: Any) -> Any:
+        if not isinstance(value, bool):
+            raise ValueError(f"{NO_SWITCH}: write true or false")
+        return on if value else off
 
     return turn
 
@@ -57,7 +71,7 @@ def device_of_parameters(value: Any) -> Any:
     return device(value)
 
 
-to_cpu = named(true="cpu", false="none")
+to_cpu = either("cpu", "none")
 dtype = named(fp32="fp32", fp16="fp16", bf16="bf16", bfp16="bf16", none=None)
 method = named(parameters="parameters", uniform="uniform", profile="measure", best="parameters")
 
@@ -68,7 +82,7 @@ KEYS: dict[str, Target] = {
     "steps_per_print": Target("log.every", whole),
     "gradient_clipping": Target("train.max_grad_norm", number, "0: off"),
     "communication_data_type": Target("zero.reduce_dtype", dtype),
-    "fp32_allreduce": Target("zero.reduce_dtype", named(true="fp32", false=None)),
+    "fp32_allreduce": Target("zero.reduce_dtype", either("fp32", None)),
     "tensor_parallel.autotp_size": Target("topology.tp", lambda size: whole(size) or 1),
     f"{ZERO}.stage": Target("zero.stage", whole),
     f"{ZERO}.mics_shard_size": Target("zero.shard_size", lambda n: None if n == -1 else whole(n)),

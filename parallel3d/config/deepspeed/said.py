@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .keys import whole
+from .keys import NO_SWITCH, whole
 
 AUTO = "auto"
 
@@ -63,11 +63,16 @@ class Said:
         return ValueError(f"{self.spell(field)} {reason}")
 
     def require(self, field: str, *values: Any, why: str = "") -> None:
-        """Refuse a value that is none of these."""
-        if self.get(field) is not None and self.get(field) not in values:
-            reason = f" ({why})" if why else ""
+        """Refuse a value that is none of these; 0 and null are not false."""
+        value, switch = self.fields[field], isinstance(values[0], bool)
+        if value == AUTO or (value is None and not switch):
+            return
+        # True == 1, so the type counts as well.
+        if value not in values or isinstance(value, bool) != switch:
+            reason = NO_SWITCH if switch and not isinstance(value, bool) else "has no counterpart"
+            because = f" ({why})" if why else ""
             ways = " or ".join(json.dumps(value) for value in values)
-            raise self.refuse(field, f"has no counterpart{reason}: write {ways}")
+            raise self.refuse(field, f"{reason}{because}: write {ways}")
 
 
 def parse(path: Path) -> dict[str, Any]:

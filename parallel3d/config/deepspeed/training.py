@@ -22,7 +22,13 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "muon": {"lr": 1e-3, "weight_decay": 0.0, "momentum": 0.95},
 }
 """What DeepSpeed takes where `optimizer.params` is silent."""
-ALWAYS = {"torch_adam": (True, False), "bias_correction": (True,), "fp32_optimizer_states": (True,)}
+FUSED = "torch's fused optimizer"
+SWITCHES: dict[str, tuple[tuple[bool, ...], str]] = {
+    "adam_w_mode": ((True, False), "optim.name says it"),
+    "torch_adam": ((True, False), FUSED),
+    "bias_correction": ((True,), FUSED),
+    "fp32_optimizer_states": ((True,), FUSED),
+}
 BOUNDS = ("max_coeff", "min_coeff")
 LAMB_RATIO = "its trust ratio has no bounds here, 0.01 to 10 by DeepSpeed's default"
 COMPRESSED = {"onebitadam": "Adam", "zerooneadam": "Adam", "onebitlamb": "Lamb"}
@@ -66,15 +72,14 @@ def optimizer(said: Said) -> Iterator[Claim]:
 
 def parameter(said: Said, field: str) -> Iterator[Claim]:
     """One field of `optimizer.params`."""
-    if not field.startswith(PARAMS) or (value := said.turned(field, number)) is None:
+    if not field.startswith(PARAMS):
         return
     param = field.removeprefix(PARAMS)
-    if param == "adam_w_mode":
-        yield Claim(field, None, why="optim.name says it")
-    elif param in ALWAYS:
-        said.require(field, *ALWAYS[param])
-        yield Claim(field, None, why="torch's fused optimizer")
-    else:
+    if param in SWITCHES:
+        values, why = SWITCHES[param]
+        said.require(field, *values)
+        yield Claim(field, None, why=why)
+    elif (value := said.turned(field, number)) is not None:
         _require_taken(said, field, param)
         why = "0 for parameters with fewer than two dims" if param == "weight_decay" else ""
         yield Claim(field, f"optim.{param}", value, why)
@@ -157,5 +162,5 @@ def decides(field: str) -> str | None:
 
 
 FIELDS = ["optimizer.type", "scheduler.type", *(CURVE + p for p in (*CURVE_KEYS, *CURVE_ONLY))]
-FIELDS += [PARAMS + param for param in (*ADAM, *ALWAYS, "adam_w_mode", "momentum")]
+FIELDS += [PARAMS + param for param in (*ADAM, *SWITCHES, "momentum")]
 """For the nearest name; `optimizer.params` may have any other that the class takes."""
