@@ -67,6 +67,14 @@ WRONG: list[tuple[Any, str]] = [
     ({"stage": 2}, r"stage in ds\.json .* did you mean zero_optimization\.stage\?"),
     ({"lr": 1}, r"lr in ds\.json .* did you mean optimizer\.params\.lr\?"),
     ({"zzz": {}}, r"zzz in ds\.json is not a field that is known; take it away"),
+    (
+        {"zero_optimization.stage": 3, **zero(stage=1)},
+        r'^"zero_optimization\.stage" in ds\.json is not a field that is known; '
+        r'nest it: write "zero_optimization": {"stage": 3}$',
+    ),
+    ({"optimizer": {"params.lr": 1}}, r'nest it: write "optimizer": {"params": {"lr": 1}}$'),
+    ({"a.b": {"c": 1}}, r'^"a\.b"\.c in ds\.json is not .*: write "a": {"b": {"c": 1}}$'),
+    ({"optimizer": {"params": {"lr.a": 1}}}, r'^optimizer\.params\."lr\.a" = 1 .* no parameter'),
     ({"optimizer": "Adam"}, r'optimizer = "Adam" .* its fields, such as optimizer\.type'),
     (zero(offload_optimizer=True), r"offload_optimizer = true .* is no section"),
     (warmup(warmup_steps=1), r"scheduler\.params\.warmup_steps .*mean .*warmup_num_steps\?"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from difflib import get_close_matches
 
@@ -16,6 +17,8 @@ KNOWN = (*KEYS, *rules.DECIDES, *training.FIELDS, *ONLY, *NEEDS_NONE, *(f"{s}.*"
 def alone(said: Said, field: str) -> Iterator[Claim]:
     """The claim of a field that stands alone; what is not known is refused here."""
     section, _, rest = field.partition(".")
+    if '"' in field and not field.startswith(training.PARAMS):
+        raise _flat(said, field)
     if section in UNBUILT:
         raise ValueError(
             f"{section} in {said.name} is not built here ({UNBUILT[section]}): take the section "
@@ -44,6 +47,14 @@ def _turned(said: Said, field: str) -> Claim:
     value = said.turned(field, turn)
     # What leaves a choice automatic, and what is logged, contradicts nobody who makes a choice.
     return Claim(field, key, value, why, implied=value is None or key in GIVES_WAY)
+
+
+def _flat(said: Said, field: str) -> ValueError:
+    nested = said.fields[field]
+    for name in reversed(field.replace('"', "").split(".")):
+        nested = {name: nested}
+    way = json.dumps(nested)[1:-1]
+    return ValueError(f"{field} in {said.name} is not a field that is known; nest it: write {way}")
 
 
 def _unknown(said: Said, field: str) -> ValueError:

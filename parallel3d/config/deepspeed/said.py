@@ -102,9 +102,13 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def leaves(section: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Fields by dotted name; an empty section is one with the value `{}`."""
+    """Fields by dotted name; an empty section is one with the value `{}`.
+
+    A name that has a dot itself is in quotes: it is not the field that nested names would be.
+    """
     for key, value in section.items():
+        name = f"{path}{json.dumps(key)}" if "." in str(key) else f"{path}{key}"
         if isinstance(value, dict) and value:
-            yield from leaves(value, f"{path}{key}.")
+            yield from leaves(value, f"{name}.")
         else:
-            yield f"{path}{key}", value
+            yield name, value
