@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
 from ..optimizer import class_of
+from ..schema import Optim
 from ..targets import parameters, path_of, takes
 from .keys import number, whole
 from .said import Claim, Said
@@ -30,6 +33,8 @@ SWITCHES: dict[str, tuple[tuple[bool, ...], str]] = {
     "fp32_optimizer_states": ((True,), FUSED),
 }
 BOUNDS = ("max_coeff", "min_coeff")
+OWN = {item.name for item in fields(Optim)} - {*ADAM, "extra"}
+"""Keys of `optim` beside the parameters of an optimizer."""
 LAMB_RATIO = "its trust ratio has no bounds here, 0.01 to 10 by DeepSpeed's default"
 COMPRESSED = {"onebitadam": "Adam", "zerooneadam": "Adam", "onebitlamb": "Lamb"}
 
@@ -79,14 +84,22 @@ def parameter(said: Said, field: str) -> Iterator[Claim]:
         values, why = SWITCHES[param]
         said.require(field, *values)
         yield Claim(field, None, why=why)
-    elif (value := said.turned(field, number)) is not None:
-        _require_taken(said, field, param)
+        return
+    _require_taken(said, field, param)
+    if (value := said.turned(field, number)) is not None:
         why = "0 for parameters with fewer than two dims" if param == "weight_decay" else ""
         yield Claim(field, f"optim.{param}", value, why)
 
 
 def _require_taken(said: Said, field: str, param: str) -> None:
     """Refuse a parameter that the optimizer's class does not have."""
+    if param in OWN:
+        reason = f"take it out of the file, or set optim.{param} on the command line"
+        raise said.refuse(field, f"is no parameter of an optimizer: {reason}")
+    outer = param.partition(".")[0]
+    if outer != param and outer in ADAM:
+        way = f"write {PARAMS}{outer} as one value, such as {json.dumps(ADAM[outer])}"
+        raise said.refuse(field, f"is inside an object: {way}")
     target = _class(said)
     if target is None or (param != "params" and takes(target, param)):
         return
