@@ -22,30 +22,34 @@ def optimizer_class(optim: Optim) -> Callable[..., torch.optim.Optimizer]:
     return class_of(optim.name, optim._target_)
 
 
+def classes() -> dict[str, Callable[..., torch.optim.Optimizer]]:
+    """What `optim.name` may name, in lower case: `lamb`, `muon` and the classes of torch.optim."""
+    found: dict[str, Callable[..., torch.optim.Optimizer]] = {
+        name.lower(): found
+        for name, found in vars(torch.optim).items()
+        if isinstance(found, type) and issubclass(found, torch.optim.Optimizer)
+    }
+    del found["optimizer"]
+    return found | {name: locate(target, "optim.name") for name, target in OURS.items()}
+
+
 def class_of(name: str | None, target: str | None) -> Callable[..., torch.optim.Optimizer]:
-    """The class: that at `target`, or `lamb`, `muon` or a class of torch.optim in any case.
+    """The class: that at `target`, or one of `classes` in any case.
 
     Raises:
         ValueError: no such class; names the nearest.
     """
     if target is not None:
         return locate(target, "optim._target_")
-    classes: dict[str, Callable[..., torch.optim.Optimizer]] = {
-        name.lower(): found
-        for name, found in vars(torch.optim).items()
-        if isinstance(found, type) and issubclass(found, torch.optim.Optimizer)
-    }
-    del classes["optimizer"]
-    classes |= {name: locate(target, "optim.name") for name, target in OURS.items()}
-    wanted = (name or "").lower()
-    if wanted not in classes:
-        close = get_close_matches(wanted, classes, n=1)
-        hint = f"did you mean optim.name={close[0]}?" if close else f"it has {', '.join(classes)}"
+    known, wanted = classes(), (name or "").lower()
+    if wanted not in known:
+        close = get_close_matches(wanted, known, n=1)
+        hint = f"did you mean optim.name={close[0]}?" if close else f"it has {', '.join(known)}"
         raise ValueError(
             f"optim.name = {spell(name)} is not a class of torch.optim (another class is "
             f"optim._target_=module.Class); {hint}"
         )
-    return classes[wanted]
+    return known[wanted]
 
 
 def optimizer_keys(optim: Optim) -> dict[str, Any]:

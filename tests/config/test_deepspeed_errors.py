@@ -139,10 +139,6 @@ WRONG: list[tuple[Any, str]] = [
         r"params\.max_coeff = 10 in ds\.json bounds the trust ratio, which has no bounds here: "
         r"take it out of the file\n  optimizer\.params\.min_coeff = 0\.01 in ds\.json bounds",
     ),
-    (
-        {"optimizer": {"type": "Adamm"}},
-        r"optim\.name = 'adamm' is not .*optim\.name comes from optimizer\.type = \"Adamm\" in",
-    ),
     # In disagreement with itself.
     (
         {"fp16": {"enabled": True}, "bf16": {"enabled": True}},

@@ -76,3 +76,32 @@ def test_a_parameter_that_is_left_open_is_one_of_the_class(tmp_path: Path) -> No
         compose(write(tmp_path, "SGD", betas="auto"))
     found = compose(write(tmp_path, None, momentum=0.5, betas="auto"), OPEN)
     assert found.optim.extra == {"momentum": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("kind", "meant"),
+    [("FusedAdam", "Adam"), ("DeepSpeedCPUAdam", "Adam"), ("fusedlamb", "Lamb")],
+)
+def test_a_class_of_deepspeed_is_answered_with_the_type_that_means_it(
+    kind: str, meant: str, tmp_path: Path
+) -> None:
+    message = (
+        rf'^optimizer\.type = "{kind}" in ds\.json is what "{meant}" means in DeepSpeed: '
+        rf'write "{meant}"$'
+    )
+    with pytest.raises(ValueError, match=message):
+        compose(write(tmp_path, kind, lr=1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "spelt", "near"),
+    [("Lion", '"Lion"', ""), (3, "3", ""), ("Adamm", '"Adamm"', r"; did you mean \"Adam\"\?")],
+)
+def test_an_unknown_type_is_answered_with_those_that_are_known(
+    kind: Any, spelt: str, near: str, tmp_path: Path
+) -> None:
+    message = rf"^optimizer\.type = {spelt} in ds\.json is not one of Adadelta, .*SGD, .*{near}$"
+    with pytest.raises(ValueError, match=message) as caught:
+        compose(write(tmp_path, kind, lr=1))
+    assert {"Lamb,", "Muon,", "RMSprop,"} <= set(str(caught.value).split())
+    assert "optim." not in str(caught.value).replace("torch.optim", "")

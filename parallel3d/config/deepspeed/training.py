@@ -8,7 +8,7 @@ from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
-from ..optimizer import class_of
+from ..optimizer import class_of, classes
 from ..schema import Optim
 from ..targets import parameters, path_of, takes
 from .keys import number, whole
@@ -37,6 +37,8 @@ OWN = {item.name for item in fields(Optim)} - {*ADAM, "extra"}
 """Keys of `optim` beside the parameters of an optimizer."""
 LAMB_RATIO = "its trust ratio has no bounds here, 0.01 to 10 by DeepSpeed's default"
 COMPRESSED = {"onebitadam": "Adam", "zerooneadam": "Adam", "onebitlamb": "Lamb"}
+CLASSES = {"fusedadam": "Adam", "deepspeedcpuadam": "Adam", "fusedlamb": "Lamb"}
+"""DeepSpeed's own classes, which a file calls otherwise."""
 
 CURVES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 LACKS = {
@@ -62,10 +64,8 @@ def optimizer(said: Said) -> Iterator[Claim]:
     """The type, and DeepSpeed's defaults of the parameters that are not there."""
     kind = said.get("optimizer.type")
     name = str(kind).lower()
-    if name in COMPRESSED:
-        reason = f'compresses what it sends, as nothing does here: write "{COMPRESSED[name]}"'
-        raise said.refuse("optimizer.type", reason)
     if kind is not None:
+        _require_known(said, name)
         decoupled = name == "adam" and said.get(f"{PARAMS}adam_w_mode") is not False
         why = LAMB_RATIO if name == "lamb" else ""
         why = "Adam is AdamW there, unless adam_w_mode is false" if decoupled else why
@@ -73,6 +73,22 @@ def optimizer(said: Said) -> Iterator[Claim]:
         for param, value in DEFAULTS.get(name, {}).items():
             if PARAMS + param not in said.fields:
                 yield Claim(PARAMS + param, f"optim.{param}", value, implied=True)
+
+
+def _require_known(said: Said, name: str) -> None:
+    """Refuse a type that is not there; answers in the file's terms."""
+    if name in COMPRESSED:
+        reason = f'compresses what it sends, as nothing does here: write "{COMPRESSED[name]}"'
+        raise said.refuse("optimizer.type", reason)
+    if name in CLASSES:
+        reason = f'is what "{CLASSES[name]}" means in DeepSpeed: write "{CLASSES[name]}"'
+        raise said.refuse("optimizer.type", reason)
+    known = classes()
+    if name not in known:
+        close = get_close_matches(name, known, n=1, cutoff=0.75)
+        hint = f'; did you mean "{known[close[0]].__name__}"?' if close else ""
+        names = ", ".join(sorted((each.__name__ for each in known.values()), key=str.lower))
+        raise said.refuse("optimizer.type", f"is not one of {names}{hint}")
 
 
 def parameter(said: Said, field: str) -> Iterator[Claim]:
@@ -118,7 +134,7 @@ def _class(said: Said) -> Callable[..., Any] | None:
     kind, ours = said.get("optimizer.type"), said.config["optim"]
     try:
         if kind is not None:
-            return class_of(COMPRESSED.get(str(kind).lower(), str(kind)), None)
+            return class_of((COMPRESSED | CLASSES).get(str(kind).lower(), str(kind)), None)
         return class_of(ours.get("name"), ours.get("_target_"))
     except ValueError:
         return None
