@@ -55,14 +55,19 @@ def class_of(name: str | None, target: str | None) -> Callable[..., torch.optim.
 def optimizer_keys(optim: Optim) -> dict[str, Any]:
     """What the class is called with beside the parameters.
 
-    `lr`, those of `betas`, `eps` and `weight_decay` that it takes, and the extra keys. Adafactor's
-    `eps` is a pair of other numbers, which stays as it is.
+    `lr`, those of `betas`, `eps` and `weight_decay` that it takes, and the extra keys.
     """
-    target = optimizer_class(optim)
-    shared = {name: getattr(optim, name) for name in SHARED if takes(target, name)}
-    if target is torch.optim.Adafactor:
-        del shared["eps"]
+    shared = {name: getattr(optim, name) for name in shared_by(optimizer_class(optim))}
     return {"lr": optim.lr, **shared, **optim.extra}
+
+
+def shared_by(target: Callable[..., Any]) -> list[str]:
+    """Those of `betas`, `eps` and `weight_decay` that the class takes from the group.
+
+    Adafactor's `eps` is a pair of other numbers, which stays as it is.
+    """
+    others = {"eps"} if target is torch.optim.Adafactor else set()
+    return [name for name in SHARED if name not in others and takes(target, name)]
 
 
 def check_optimizer(optim: Optim) -> None:

@@ -189,7 +189,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ),
     ({"optimizer": {"type": "Lamb", "params": {"eps": 1}}}, {"optim.name": "lamb", "optim.eps": 1}),
     ({"optimizer": {"type": "Muon"}}, {"optim.name": "muon", "optim.momentum": 0.95}),
-    ({"optimizer": {"type": "Adagrad"}}, {"optim.name": "adagrad", "optim.weight_decay": 0.1}),
+    ({"optimizer": {"type": "Adagrad"}}, {"optim.name": "adagrad", "optim.weight_decay": 0}),
     ({"optimizer": {"params": {"lr": 0.5}}}, {"optim.name": "adamw", "optim.lr": 0.5}),
     (
         {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.5, "warmup_min_lr": 0}}},

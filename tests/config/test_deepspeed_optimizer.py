@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
-from parallel3d.config import compose
+from parallel3d.config import compose, read, to_yaml
+from parallel3d.config.schema import Config
 
 
 class Open(torch.optim.SGD):
@@ -28,6 +31,15 @@ def write(folder: Path, kind: Any = None, **params: Any) -> str:
     section = {"params": params} if kind is None else {"type": kind, "params": params}
     path.write_text(json.dumps({"optimizer": section}))
     return f"deepspeed={path}"
+
+
+def told(file: str, *keys: str) -> tuple[Config, list[Sequence[object]]]:
+    """The configuration, and the rows of the table that the start prints."""
+    rows: list[Sequence[object]] = []
+    cfg = OmegaConf.create(to_yaml(compose(*keys)))
+    cfg.deepspeed = file.partition("=")[2]
+    found = read(cfg, [file, *keys], 1, lambda _, table: rows.extend(table))
+    return found, rows
 
 
 @pytest.mark.parametrize("name", ["lr", "betas", "eps", "weight_decay"])
@@ -105,3 +117,44 @@ def test_an_unknown_type_is_answered_with_those_that_are_known(
         compose(write(tmp_path, kind, lr=1))
     assert {"Lamb,", "Muon,", "RMSprop,"} <= set(str(caught.value).split())
     assert "optim." not in str(caught.value).replace("torch.optim", "")
+
+
+TORCH = [
+    ("Adagrad", {"lr": 0.01, "eps": 1e-10, "weight_decay": 0}),
+    ("RMSprop", {"lr": 0.01, "eps": 1e-8, "weight_decay": 0}),
+    ("Adamax", {"lr": 0.002, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0}),
+    ("SGD", {"lr": 1e-3, "weight_decay": 0}),
+    ("Adafactor", {"lr": 0.01, "weight_decay": 0}),  # its eps is a pair of other numbers
+    ("Rprop", {"lr": 0.01}),
+]
+
+
+@pytest.mark.parametrize(("kind", "defaults"), TORCH)
+def test_what_the_file_leaves_out_of_a_class_of_torch_is_the_classs_default(
+    kind: str, defaults: dict[str, Any], tmp_path: Path
+) -> None:
+    found, rows = told(write(tmp_path, kind))
+    assert {name: getattr(found.optim, name) for name in defaults} == defaults
+    implied = {row[0]: row[2:] for row in rows if row[1] == "-"}
+    assert implied.keys() == {f"optimizer.params.{name}" for name in defaults}
+    for name in defaults:
+        key, _, why = implied[f"optimizer.params.{name}"]
+        assert (key, why) == (f"optim.{name}", "torch's default")
+
+
+def test_what_is_said_comes_before_the_default_of_a_class(tmp_path: Path) -> None:
+    found, rows = told(write(tmp_path, "Adagrad", lr=0.5), "optim.eps=0.25")
+    assert (found.optim.lr, found.optim.eps, found.optim.weight_decay) == (0.5, 0.25, 0)
+    whys = {row[0]: row[4] for row in rows}
+    assert whys["optimizer.params.eps"] == "the command line says it"
+    assert whys["optimizer.params.weight_decay"] == "torch's default"
+
+
+def test_torch_adam_has_the_defaults_of_torch(tmp_path: Path) -> None:
+    for kind, params, decay in (
+        ("AdamW", {"torch_adam": True}, 0.01),
+        ("Adam", {"torch_adam": True}, 0.01),
+        ("Adam", {"torch_adam": True, "adam_w_mode": False}, 0),
+        ("AdamW", {"torch_adam": False}, 0),
+    ):
+        assert compose(write(tmp_path, kind, **params)).optim.weight_decay == decay

@@ -8,7 +8,7 @@ from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
-from ..optimizer import class_of, classes
+from ..optimizer import class_of, classes, shared_by
 from ..schema import Optim
 from ..targets import parameters, path_of, takes
 from .keys import number, whole
@@ -21,10 +21,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "adam": ADAM,
     "adamw": ADAM,
     "lamb": ADAM,
-    "sgd": {"lr": 1e-3, "weight_decay": 0.0},
     "muon": {"lr": 1e-3, "weight_decay": 0.0, "momentum": 0.95},
 }
-"""What DeepSpeed takes where `optimizer.params` is silent."""
+"""What DeepSpeed's own optimizers take where `optimizer.params` is silent."""
 FUSED = "torch's fused optimizer"
 SWITCHES: dict[str, tuple[tuple[bool, ...], str]] = {
     "adam_w_mode": ((True, False), "optim.name says it"),
@@ -70,9 +69,20 @@ def optimizer(said: Said) -> Iterator[Claim]:
         why = LAMB_RATIO if name == "lamb" else ""
         why = "Adam is AdamW there, unless adam_w_mode is false" if decoupled else why
         yield Claim("optimizer.type", "optim.name", "adamw" if decoupled else name, why)
-        for param, value in DEFAULTS.get(name, {}).items():
-            if PARAMS + param not in said.fields:
-                yield Claim(PARAMS + param, f"optim.{param}", value, implied=True)
+        yield from _silent(said, name, "adamw" if decoupled else name)
+
+
+def _silent(said: Said, name: str, ours: str) -> Iterator[Claim]:
+    """Defaults of the parameters that are not there: DeepSpeed's, or those of torch's class."""
+    defaults, why = DEFAULTS.get(name), ""
+    if defaults is None or said.get(f"{PARAMS}torch_adam") is True:
+        target, why = class_of(ours, None), "torch's default"
+        taken = parameters(target)
+        defaults = {param: taken[param].default for param in ("lr", *shared_by(target))}
+    for param, value in defaults.items():
+        if PARAMS + param not in said.fields:
+            value = list(value) if isinstance(value, tuple) else value
+            yield Claim(PARAMS + param, f"optim.{param}", value, why, implied=True)
 
 
 def _require_known(said: Said, name: str) -> None:
