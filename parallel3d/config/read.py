@@ -45,11 +45,18 @@ def read(
     """
     plain = _plain(cfg)
     names = _keys_of(given)
-    if not isinstance(plain.get("deepspeed"), str):
+    file = plain.get("deepspeed")
+    if isinstance(file, int | float) and not isinstance(file, bool):
+        # Not taken as the path: 1.50 and 2e3 are other texts by now.
+        raise ValueError(
+            f"deepspeed = {spell(file)} is a number, not the path of a file: "
+            f"write ./ before the name"
+        )
+    if not isinstance(file, str):
         return _typed(plain, names)
     mapped = deepspeed.apply(plain, names, world_size)
     if tell is not None:
-        tell(*mapped.table(plain["deepspeed"]))
+        tell(*mapped.table(file))
     try:
         return _typed(plain, names | mapped.claims.keys())
     except ValueError as error:

@@ -203,6 +203,19 @@ def test_all_that_a_file_may_not_say_is_told_at_once(tmp_path: Path) -> None:
         assert line.startswith(f"{name} ")
 
 
+@pytest.mark.parametrize("name", ["3", "1.5", "2e3"])
+def test_a_file_with_a_number_for_a_name_is_not_ignored(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text('{"steps_per_print": 7}')
+    folder = Path(__file__).parents[2] / "conf"
+    message = r"^deepspeed = [\d.]+ is a number, not the path of a file: write \./ before the name$"
+    with pytest.raises(ValueError, match=message):
+        compose(f"deepspeed={name}", folder=folder)
+    assert compose(f"deepspeed=./{name}", folder=folder).log.every == 7
+
+
 def test_parameters_are_those_of_the_class_that_the_command_line_names(tmp_path: Path) -> None:
     file = write(tmp_path, {"optimizer": {"params": {"lr": 0.1, "momentum": 0.9}}})
     assert compose(file, "optim.name=sgd").optim.extra == {"momentum": 0.9}
