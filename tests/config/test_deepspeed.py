@@ -312,13 +312,23 @@ def test_the_table_tells_defaults_of_deepspeed_from_what_the_command_line_says(
     found, _ = mapped({"optimizer": {"type": "AdamW"}}, tmp_path, optim__eps=0.5)
     absent = {field: rest for field, shown, *rest in found.rows if shown == "-"}
     assert absent["optimizer.params.lr"] == ["optim.lr", "0.001", "DeepSpeed's default"]
-    curve, _ = mapped({"scheduler": {"type": "WarmupDecayLR"}}, tmp_path)
-    notes = {field: rest for field, shown, *rest in curve.rows if shown == "-"}
-    assert notes["scheduler.params.warmup_max_lr"][2].startswith("optim.lr is the top")
-    assert notes["scheduler.params.warmup_type"][2].startswith("linear")
     assert absent["optimizer.params.eps"] == ["optim.eps", "0.5", "the command line says it"]
     again, _ = mapped({"activation_checkpointing": {"cpu_checkpointing": True}}, tmp_path)
     assert {row[4] for row in again.rows[1:]} == {""}
+
+
+@pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
+def test_the_table_tells_where_a_warm_up_differs(kind: str, tmp_path: Path) -> None:
+    curve, _ = mapped({"scheduler": {"type": kind}}, tmp_path)
+    notes = {field: rest for field, shown, *rest in curve.rows if shown == "-"}
+    assert notes["scheduler.params.warmup_type"][2].startswith("linear")
+    top = notes.get("scheduler.params.warmup_max_lr")
+    if kind == "WarmupCosineLR":  # it rises to the optimizer's lr there too
+        assert top is None
+    else:
+        assert top == ["-", "", "optim.lr is the top, not 0.001, DeepSpeed's default"]
+    said, _ = mapped({"scheduler": {"type": kind, "params": {"warmup_max_lr": "auto"}}}, tmp_path)
+    assert "optim.lr is the top" not in str(said.rows)
 
 
 def test_how_often_is_logged_is_the_command_lines_to_say(tmp_path: Path) -> None:

@@ -184,7 +184,7 @@ def _implied(said: Said, kind: str) -> Iterator[Claim]:
     for param, value in defaults.items():
         if CURVE + param not in said.fields:
             yield Claim(CURVE + param, CURVE_KEYS[param], value, implied=True)
-    if kind == "WarmupDecayLR" and f"{CURVE}warmup_max_lr" not in said.fields:
+    if "warmup_max_lr" not in LACKS[kind] and f"{CURVE}warmup_max_lr" not in said.fields:
         why = "optim.lr is the top, not 0.001, DeepSpeed's default"
         yield Claim(f"{CURVE}warmup_max_lr", None, why=why, implied=True)
     if f"{CURVE}warmup_type" not in said.fields:
