@@ -211,7 +211,8 @@ class Engine:
         batch = self._batch(x, target, self.parts.programs.num_microbatches, training=False)
         items = self._count(batch).wait()
         self.parts.criterion.begin(batch.targets, None)
-        self._run(batch, training=False, most=self._most(len(batch.targets)))
+        if most := self._most(len(batch.targets)):
+            self._run(batch, training=False, most=most)
         self.watch.enters("the sum of losses")
         scalars = torch.zeros(self.topology.dp.size, dtype=torch.float64, device=items.device)
         self._write_loss(scalars)

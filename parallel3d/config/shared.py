@@ -44,19 +44,6 @@ def check_loss_scale(precision: str, asked: Mapping[str, Any]) -> None:
     """Raise ValueError for a scale out of range, of another precision, or fixed and moving."""
     default = vars(Fp16())
     values = {**default, **asked}
-    changed = [key for key, value in values.items() if value != default[key]]
-    if changed and precision != "fp16":
-        raise ValueError(
-            f"fp16.{changed[0]} = {spell(values[changed[0]])} is of precision=fp16, but precision "
-            f"= {precision}: leave it {spell(default[changed[0]])}, or set precision=fp16"
-        )
-    moving = [key for key in changed if key != "scale"]
-    if moving and values["scale"] is not None:
-        raise ValueError(
-            f"fp16.{moving[0]} = {spell(values[moving[0]])} is of a scale that moves, but "
-            f"fp16.scale = {values['scale']} is a fixed one: leave it null, or fp16.{moving[0]} "
-            f"{spell(default[moving[0]])}"
-        )
     for key in ("window", "hysteresis"):
         if values[key] < 1:
             raise ValueError(f"fp16.{key} = {values[key]} is below 1: the least is fp16.{key}=1")
@@ -70,6 +57,19 @@ def check_loss_scale(precision: str, asked: Mapping[str, Any]) -> None:
         raise ValueError(
             f"fp16.initial_scale = {values['initial_scale']} is below fp16.min_scale = "
             f"{values['min_scale']}: raise the one or lower the other"
+        )
+    changed = [key for key, value in values.items() if value != default[key]]
+    if changed and precision != "fp16":
+        raise ValueError(
+            f"fp16.{changed[0]} = {spell(values[changed[0]])} is of precision=fp16, but precision "
+            f"= {precision}: leave it {spell(default[changed[0]])}, or set precision=fp16"
+        )
+    moving = [key for key in changed if key != "scale"]
+    if moving and values["scale"] is not None:
+        raise ValueError(
+            f"fp16.{moving[0]} = {spell(values[moving[0]])} is of a scale that moves, but "
+            f"fp16.scale = {values['scale']} is a fixed one: leave it null, or fp16.{moving[0]} "
+            f"{spell(default[moving[0]])}"
         )
 
 

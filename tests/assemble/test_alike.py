@@ -54,7 +54,7 @@ def test_a_difference_is_named_with_both_values_and_ranks_on_every_rank() -> Non
         ({"optimizer": "adamw"}, "optimizer = 'adamw' is not what makes an optimizer"),
         (
             {"optimizer": torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)},
-            "optimizer = 'SGD' is not what makes an optimizer",
+            "optimizer = SGD is not what makes an optimizer",
         ),
         ({"loss_fn": nn.MSELoss}, r"loss_fn = MSELoss is not a function: pass an object, nn\.MSE"),
         ({"loss_fn": None}, "loss_fn = None is not a function"),

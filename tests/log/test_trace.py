@@ -142,7 +142,7 @@ def test_the_prediction_is_drawn_at_the_start(folder: Path) -> None:
     drawn = (folder / "pipeline.svg").read_text()
     ElementTree.fromstring(drawn)
     assert "small: zb-h1, 4 microbatches" in drawn
-    assert "predicted if stages cost the same · bubble " in drawn
+    assert "predicted by counted FLOPs · bubble " in drawn
 
 
 def draw(*arguments: str) -> None:

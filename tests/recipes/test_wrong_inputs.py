@@ -75,7 +75,7 @@ def messages(topology: Topology, inputs: list[str], root: Path, corpus: Path) ->
         try:
             start(main, ROOT / "conf", "pretrain")
             found.append("accepted")
-        except (ValueError, RuntimeError) as error:
+        except (SystemExit, RuntimeError) as error:
             found.append(str(error))
     return found
 
