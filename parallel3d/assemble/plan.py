@@ -90,8 +90,8 @@ def _cut(
             return cuts
         least = min(least, peak)
     raise ValueError(
-        f"pipeline.memory_limit = {limit:g}, but the activations of one rank take {least:g} bytes "
-        f"in the least of the cuts that were tried: raise it, or take recompute.mode=full, "
+        f"pipeline.memory_limit = {limit:.0f}, but the activations of one rank take {least:.0f} "
+        f"bytes in the least of the cuts that were tried: raise it, or take recompute.mode=full, "
         f"pipeline.schedule=auto or more microbatches of a smaller size"
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -58,7 +59,7 @@ def save(
     temporary = beside(folder, "tmp", broadcast_object(secrets.token_hex(4), world))
     try:
         on_rank_0(world, lambda: _begin(folder, temporary, meta, files))
-        part = agree(world, lambda: _write_part(temporary, fragments, block_bytes, world, files))
+        part = agree(world, lambda: _written(temporary, fragments, block_bytes, world, files))
         parts = gather_objects(part, world)  # [] but on rank 0
         on_rank_0(world, lambda: _publish(folder, temporary, parts, meta, block_bytes, files))
     except Exception:
@@ -89,6 +90,23 @@ def _check_own(folder: Path) -> None:
             f"{folder} has other things in it, such as {min(others)}, and a checkpoint takes the "
             f"whole folder: save to one of its own, such as {folder / 'step-1'}"
         )
+
+
+def _written(
+    temporary: Path, fragments: Sequence[Fragment], block_bytes: int, world: Axis, files: Files
+) -> Part:
+    """As ``_write_part``; an error of the disk says which, and what would have been needed."""
+    try:
+        return _write_part(temporary, fragments, block_bytes, world, files)
+    except OSError as error:
+        needed = sum(fragment.data.nbytes for fragment in fragments)
+        free = shutil.disk_usage(temporary.parent).free
+        raise OSError(
+            error.errno,
+            f"{error.strerror}: the part of a checkpoint in {temporary.parent} that rank "
+            f"{world.rank} writes needs {needed:,} bytes, and the disk has {free:,} left; earlier "
+            f"checkpoints are as they were",
+        ) from error
 
 
 def _write_part(
