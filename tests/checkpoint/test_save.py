@@ -270,8 +270,8 @@ def saves_on_a_full_disk(topology: Topology, folder: str) -> str:
 def test_an_error_on_one_rank_is_raised_on_all_and_nothing_is_lost(tmp_path: Path) -> None:
     other, failed = run_on(2, saves_on_a_full_disk, folder=str(tmp_path))
     assert re.match(
-        rf"\[Errno 28\] No space left on device: the part of a checkpoint in {tmp_path} that rank 1 "
-        r"writes needs \d+ bytes, and the disk has [\d,]+ left; earlier checkpoints are as they were",
+        rf"\[Errno 28\] No space left on device: the part of a checkpoint in {tmp_path} that rank "
+        r"1 writes needs \d+ bytes, and the disk has [\d,]+ left; earlier checkpoints are as they",
         failed,
     )
     assert other == f"rank 1: {failed}"
