@@ -27,6 +27,7 @@ from parallel3d import Engine, Topology, vocab_parallel_cross_entropy
 from parallel3d.build import build_model
 from parallel3d.config import Config, compose
 from parallel3d.log.cost import device, flops_per_token, matmul_parameters
+from tools.bench.options import read_options
 
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).parent / "results"
@@ -70,11 +71,7 @@ def main(arguments: list[str]) -> None:
     """Measure both, print a table, append a line for each."""
     options = {"model": "llama_1b", "steps": "10", "batch": "8", "microbatches": "8"}
     options |= {"seq_len": "2048", "vocab_size": "128256"}
-    for argument in arguments:
-        key, _, value = argument.partition("=")
-        if key not in options:
-            raise SystemExit(f"{key} is not a key; the keys are {', '.join(options)}")
-        options[key] = value
+    options = read_options(arguments, options, __doc__)
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA device here: this benchmark measures one GPU")
     overrides = [f"model={options['model']}", f"data.seq_len={options['seq_len']}"]

@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from functools import partial
@@ -35,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from models import llama
 from parallel3d import Engine, Grid, Topology, vocab_parallel_cross_entropy
+from tools.bench.options import circumstances, read_options
 from tools.bench.peak import PeakBytes
 from tools.bench.plain import (
     BATCH,
@@ -242,20 +241,13 @@ def turn(pipes: list[Any], number: int) -> list[Any]:
 def main(arguments: list[str]) -> None:
     """Measure, print a table, append a line per layout."""
     options = {"layouts": LAYOUTS, "pairs": "5", "zero": "1", "schedule": "1f1b"}
-    for argument in arguments:
-        key, _, value = argument.partition("=")
-        if key not in options:
-            raise SystemExit(f"{key} is not a key; the keys are {', '.join(options)}")
-        options[key] = value
+    options = read_options(arguments, options, __doc__)
     table = Table(
         "layout", "ratio", "best", "tokens/s", "MB pp", "MB dp", "MB tp", "bound", "peak MB"
     )
     RESULTS.mkdir(exist_ok=True)
     about = {
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
-        "torch": torch.__version__,
-        "commit": subprocess.getoutput("git rev-parse --short HEAD"),
+        **circumstances(),
         "zero": int(options["zero"]),
         "schedule": options["schedule"],
     }

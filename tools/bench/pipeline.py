@@ -22,9 +22,7 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -33,7 +31,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -44,6 +41,7 @@ from parallel3d.pipeline.passes import lower
 from parallel3d.pipeline.schedules import NAMES, build
 from parallel3d.pipeline.simulate import Timeline, simulate
 from tools.bench.layouts import QUIET, RESULTS, busy_seconds, wait_until_quiet
+from tools.bench.options import circumstances, read_options
 from tools.bench.pipeline_sides import TORCHS, Result, Work, rank_main
 from tools.bench.workers import StepError, ask, started
 
@@ -260,19 +258,9 @@ def compare(rows: list[dict[str, Any]]) -> None:
 
 def main(arguments: list[str]) -> None:
     """Measure, print a table, append a line per row."""
-    options = dict(DEFAULTS)
-    for argument in arguments:
-        key, _, value = argument.partition("=")
-        if key not in options:
-            raise SystemExit(f"{key} is not a key; the keys are {', '.join(options)}")
-        options[key] = value
+    options = read_options(arguments, DEFAULTS, __doc__)
     os.environ["OMP_NUM_THREADS"] = "1"
-    about = {
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{CORES} cores, {platform.machine()}",
-        "torch": torch.__version__,
-        "commit": subprocess.getoutput("git rev-parse --short HEAD"),
-    }
+    about = circumstances()
     sizes = {key: int(options[key]) for key in ("pp", "width", "num_layers", "seq_len")}
     table = Table()
     for name in COLUMNS.split():

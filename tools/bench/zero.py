@@ -21,9 +21,7 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -40,6 +38,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tools.bench.layouts import QUIET, RESULTS, busy_seconds, wait_until_quiet
+from tools.bench.options import circumstances, read_options
 from tools.bench.plain import MICRO, VOCAB, Reference, Size
 from tools.bench.workers import StepError, ask, started
 from tools.bench.zero_sides import PEERS, STAGES, WARMUP, Result, rank_main
@@ -208,22 +207,13 @@ def main(arguments: list[str]) -> None:
     """Measure, print a table, append a line per side."""
     sizes = Size()._asdict()
     options = {"sides": SIDES, "pairs": "5", **{key: str(value) for key, value in sizes.items()}}
-    for argument in arguments:
-        key, _, value = argument.partition("=")
-        if key not in options:
-            raise SystemExit(f"{key} is not a key; the keys are {', '.join(options)}")
-        options[key] = value
+    options = read_options(arguments, options, __doc__)
     names = options["sides"].split(",")
     if unknown := [name for name in names if name not in SIDES.split(",")]:
         raise SystemExit(f"sides={unknown[0]} is none; the sides are {SIDES}")
     os.environ["OMP_NUM_THREADS"] = "1"
     size = Size(**{key: int(options[key]) for key in sizes})
-    about = {
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
-        "torch": torch.__version__,
-        "commit": subprocess.getoutput("git rev-parse --short HEAD"),
-    }
+    about = circumstances()
     table = Table("dp=2", "ratio", "spread", "tokens/s", "MB", "law", "lo", "peak MB", "overlap")
     RESULTS.mkdir(exist_ok=True)
     for row in contest(size, names, int(options["pairs"])):
