@@ -81,10 +81,13 @@ def shapes_of(batch: Batch) -> list[int]:
     return numbers
 
 
-def check_same(batch: Batch, topology: Topology) -> None:
-    """Raise ValueError on every rank unless each dp index's ranks were given the same batch."""
-    mine = _fingerprint(batch)
-    seen = all_gather_objects((topology.dp.rank, len(batch.targets), *mine), topology.world)
+def check_same(batch: Batch, is_list: bool, topology: Topology) -> bool:
+    """Raise ValueError on every rank unless each dp index's ranks were given the same batch.
+
+    Whether any rank was given a list of ready microbatches, whose number may change.
+    """
+    mine = (topology.dp.rank, len(batch.targets), *_fingerprint(batch))
+    seen, lists = zip(*all_gather_objects((mine, is_list), topology.world), strict=True)
     _check_number(count for _, count, _, _ in seen)
     for what, at in (("x", 2), ("target", 3)):
         for dp in range(topology.dp.size):
@@ -94,11 +97,12 @@ def check_same(batch: Batch, topology: Topology) -> None:
                     f"the ranks of dp index {dp} were given different {what}: all pp and tp ranks "
                     f"of one dp index must pass the same batch (cut it by topology.dp.rank)"
                 )
+    return any(lists)
 
 
-def check_same_number(batch: Batch, dp: Axis) -> None:
-    """Raise ValueError on every rank of ``dp`` unless they have equally many microbatches."""
-    _check_number(all_gather_objects(len(batch.targets), dp))
+def check_same_number(batch: Batch, world: Axis) -> None:
+    """Raise ValueError on every rank unless they have equally many microbatches."""
+    _check_number(all_gather_objects(len(batch.targets), world))
 
 
 def _check_number(seen: Iterable[int]) -> None:

@@ -126,7 +126,7 @@ def sample_of(config: Config, topology: Topology, data: Any) -> Any:
     size = local // (about.num_microbatches or 1)
     if reason_to_look(about.schedule, about.partition, about.memory_limit) is not None:
         return data.train(0, list(range(size)))
-    return data.sample(size) if hasattr(data, "sample") else None
+    return data.sample_microbatch(size) if hasattr(data, "sample_microbatch") else None
 
 
 def build_meter(config: Config, topology: Topology, model: nn.Module, tokens: int) -> Meter:

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from .assemble import Offload, Options, assemble
 from .assemble.alike import check_alike
-from .assemble.kinds import check_kinds
+from .assemble.kinds import check_first, check_kinds
 from .assemble.model import DTYPES
 from .assemble.options import scaler_of
 from .assemble.state import load_state, save_state, whole_state
 from .batch import Batch, check_same, check_same_number, shapes_of, split, to_device
+from .checkpoint.agree import agree
 from .comm.collectives import Pending, all_reduce, broadcast, start_all_reduce
 from .optim.norm import clip, clip_coefficient
 from .pipeline.actions import Program
@@ -152,22 +153,29 @@ class Engine:
         timeout: float = 600.0,
         seed: int = 0,
     ) -> None:
-        given = {**locals(), "offload": Offload.of(offload)}
-        check_kinds(model, topology, given)
-        check_alike(model, given, optimizer, topology)
+        given = dict(locals())
+        check_first(topology, timeout)
+        self.watch = watch_over(topology, timeout)
+        with self.watch.during(MAKING):
+            agree(topology.world, lambda: check_kinds(model, given))
+            given["offload"] = agree(topology.world, lambda: Offload.of(offload))
+            check_alike(model, given, topology)
         options = Options(**{each.name: given[each.name] for each in fields(Options)})
         options.check(topology.dp.size, topology.tp.size)
         self.scaler = scaler_of(precision, fp16)
         self.topology, self.seed = topology, seed
         self.max_grad_norm, self.max_bad_steps = max_grad_norm, max_bad_steps
-        self.watch = watch_over(topology, timeout)
         with self.watch.during(MAKING):
             self.parts = assemble(model, topology, options)
         self.watch.follow(self.parts.interpreter, self.parts.programs.rank_of_stage)
         self.step, self.bad_steps = 0, 0
-        self._checked = False
+        self._lists: bool | None = None  # whether batches come as such, once a step has told
         self._known: set[tuple[bool, int]] = set()
         self._dtype = DTYPES[precision]
+
+    @property
+    def _num_microbatches(self) -> int:
+        return self.parts.programs.num_microbatches
 
     @property
     def loss_scale(self) -> float:
@@ -184,12 +192,16 @@ class Engine:
         """
         self.watch.notes.step = self.step + 1
         self._refuse_modes(training=True)
-        batch = self._batch(x, target, self.parts.programs.num_microbatches)
-        if not self._checked:
-            check_same(batch, self.topology)
-            self._checked = True
-        elif isinstance(x, list):
-            check_same_number(batch, self.topology.dp)
+        batch = self._batch(x, target, self._num_microbatches)
+        if self._lists is None:
+            self._lists = check_same(batch, isinstance(x, list), self.topology)
+        elif self._lists:
+            check_same_number(batch, self.topology.world)
+        elif self.topology.dp.size > 1 and len(batch.targets) != self._num_microbatches:
+            raise ValueError(
+                f"a list of {len(batch.targets)} microbatches after steps without lists: pass "
+                f"num_microbatches = {self._num_microbatches}, or lists in every step"
+            )
         items = self._count(batch)
         self.parts.criterion.begin(batch.targets, lambda: self._factor(items.wait()))
         try:
@@ -208,7 +220,7 @@ class Engine:
         Changes nothing: not the weights, the gradients, the counters or any random state.
         """
         self._refuse_modes(training=False)
-        batch = self._batch(x, target, self.parts.programs.num_microbatches, training=False)
+        batch = self._batch(x, target, self._num_microbatches, training=False)
         items = self._count(batch).wait()
         self.parts.criterion.begin(batch.targets, None)
         if most := self._most(len(batch.targets)):

@@ -9,20 +9,30 @@ from typing import Any, get_type_hints
 import torch
 from torch import nn
 
+from ..config.schema import Fp16
+from ..config.shared import check_mapping
 from ..config.values import convert
 from ..topology import Topology
 from .options import Options
 
-PLAIN = (int, float, str, bool, int | None, float | None, str | None)
+NUMBERS = (int, float, int | None, float | None)
+PLAIN = (*NUMBERS, str, bool, str | None)
 FUNCTIONS = ("param_groups", "lr_schedule", "init", "num_items")
 
 
-def check_kinds(model: Any, topology: Any, given: Mapping[str, Any]) -> None:
+def check_first(topology: Any, timeout: Any) -> None:
+    """Raise ValueError for what is needed to tell other ranks of anything."""
+    if not isinstance(topology, Topology):
+        raise ValueError(f"topology = {topology!r} is not a Topology: pass Topology.init()")
+    if convert(timeout, float, "timeout") <= 0:
+        raise ValueError(f"timeout = {timeout} must be above 0 seconds")
+
+
+def check_kinds(model: Any, given: Mapping[str, Any]) -> None:
     """Raise ValueError for an argument that is something else than the engine takes."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model = {model!r} is not a module: pass an nn.Sequential of units")
-    if not isinstance(topology, Topology):
-        raise ValueError(f"topology = {topology!r} is not a Topology: pass Topology.init()")
+    check_mapping("fp16", {} if given["fp16"] is None else given["fp16"], vars(Fp16()))
     _check_loss(given["loss_fn"])
     _check_optimizer(given["optimizer"])
     for name in FUNCTIONS:
@@ -31,15 +41,15 @@ def check_kinds(model: Any, topology: Any, given: Mapping[str, Any]) -> None:
     hints = {**get_type_hints(Options), "max_grad_norm": float | None, "max_bad_steps": int | None}
     for name, hint in hints.items():
         value = given[name]
-        if hint in PLAIN and not (isinstance(value, Integral) and type(value) is not bool):
+        whole = hint in NUMBERS and isinstance(value, Integral) and type(value) is not bool
+        if hint in PLAIN and not whole:  # numpy's whole numbers too
             convert(value, hint, name)
     for name, least in (("num_microbatches", 1), ("max_bad_steps", 0)):
         if given[name] is not None and given[name] < least:
             raise ValueError(f"{name} = {given[name]} is below {least}: the least is {least}")
-    for name in ("timeout", "max_grad_norm"):
-        if given[name] is not None and not given[name] > 0:
-            none = ", or None for no clipping" if name == "max_grad_norm" else " seconds"
-            raise ValueError(f"{name} = {given[name]} must be above 0{none}")
+    norm = given["max_grad_norm"]
+    if norm is not None and not norm > 0:
+        raise ValueError(f"max_grad_norm = {norm} must be above 0, or None for no clipping")
 
 
 def _check_loss(loss_fn: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from ..config.shared import (
     check_recompute,
     check_zero,
 )
+from ..config.values import convert
 from ..optim.make import Options as Group
 from ..optim.scaler import LossScaler
 from ..pipeline.actions import Program
@@ -44,7 +45,9 @@ class Offload:
 
 def scaler_of(precision: str, asked: Mapping[str, Any] | None) -> LossScaler | None:
     """From the engine's arguments; None unless ``precision`` is fp16. Raises ValueError."""
-    check_mapping("fp16", {} if asked is None else asked, vars(Fp16()))
+    hints = get_type_hints(Fp16)
+    for key, value in (asked or {}).items():
+        convert(value, hints[key], f"fp16.{key}")
     check_loss_scale(precision, asked or {})
     return LossScaler(**(asked or {})) if precision == "fp16" else None
 

@@ -35,8 +35,8 @@ class Plan(NamedTuple):
 class Known(NamedTuple):
     """What was found out about the units: times, and FLOPs in the place of times."""
 
-    timed: Measured | None
-    counted: Measured | None
+    timed: Measured | None = None
+    counted: Measured | None = None
 
 
 def make_plan(
@@ -56,18 +56,29 @@ def make_plan(
     num_stages, limit = programs.num_stages, options.memory_limit
     even = "uniform" if isinstance(options.partition, str) else options.partition
     partition([1.0] * len(units), num_stages, even)  # refused before anything is measured
-    known = Known(None, None)
-    if num_stages > 1 or limit is not None:
-        known = _look(units, topology, options, programs.splits_backward)
+    decides = num_stages > 1 or limit is not None
+    known = _look(units, topology, options, programs.splits_backward) if decides else Known()
     weights = _weights(units, facts, options, known)
     found = known.timed or known.counted
-    if found is None and options.sample is not None:
-        found = count_flops(units, topology, options)
+    if found is not None:
+        cuts = _cut(weights, found, programs, options)
+    else:
+        cuts = partition(weights, num_stages, options.partition)
+        found = _told(units, topology, options)
     if found is None:
-        return Plan(programs, partition(weights, num_stages, options.partition))
-    cuts = _cut(weights, found, programs, options)
+        return Plan(programs, cuts)
     costs = stage_costs(found.units, cuts, found.comm)
     return Plan(programs, cuts, costs, "seconds" if known.timed else "FLOPs")
+
+
+def _told(units: list[Unit], topology: Topology, options: Options) -> Measured | None:
+    """What a sample costs, for the table of the start alone: None where it cannot be found out."""
+    if options.sample is None:
+        return None
+    try:
+        return count_flops(units, topology, options)
+    except Exception:  # a unit that cannot run by itself still trains
+        return None
 
 
 def _cut(
@@ -125,7 +136,7 @@ def _look(units: list[Unit], topology: Topology, options: Options, split: bool =
     """Measure and count what the options need to know."""
     reason = reason_to_look(options.schedule, options.partition, options.memory_limit)
     if reason is None:
-        return Known(None, None)
+        return Known()
     if options.sample is None:
         raise ValueError(
             f"{reason} looks at what the units do, for which it needs one microbatch: pass "

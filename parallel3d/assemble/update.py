@@ -87,8 +87,9 @@ def make_optimizer(
     def make() -> ShardedOptimizer | WholeOptimizer:
         optimizer = _over_shards(rule, shards, groups, topology, options, host)
         if options.offload.parameters == "cpu":
-            store = Store(pinned=topology.device.type == "cuda")
-            keep_on_host(shards.held_by_unit(), store, host, topology.device)
+            shards.parameter_store = Store(pinned=topology.device.type == "cuda")
+            units = shards.held_by_unit()
+            keep_on_host(units, shards.parameter_store, host, topology.device)
         return optimizer
 
     if options.offload.optimizer != "disk":

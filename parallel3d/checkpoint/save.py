@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import secrets
 import shutil
@@ -81,14 +82,13 @@ def _check_own(folder: Path) -> None:
     """Refuse to replace what is no checkpoint."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: save a checkpoint to a folder of its own")
-    if not folder.is_dir() or (folder / NAME).exists():
-        return
     files = (each for each in folder.rglob("*") if not each.is_dir())
-    others = [str(f.relative_to(folder)) for f in files if not DATA.fullmatch(f.name)]
-    if others:
+    others = (f for f in files if f != folder / NAME and not DATA.fullmatch(f.name))
+    if (other := next(others, None)) is not None:
         raise ValueError(
-            f"{folder} has other things in it, such as {min(others)}, and a checkpoint takes the "
-            f"whole folder: save to one of its own, such as {folder / 'step-1'}"
+            f"{folder} has other things in it, such as {other.relative_to(folder)}, and a "
+            f"checkpoint takes the whole folder: save to one of its own, such as "
+            f"{folder / 'step-1'}"
         )
 
 
@@ -99,6 +99,8 @@ def _written(
     try:
         return _write_part(temporary, fragments, block_bytes, world, files)
     except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
         needed = sum(fragment.data.nbytes for fragment in fragments)
         free = shutil.disk_usage(temporary.parent).free
         raise OSError(

@@ -20,7 +20,6 @@ AT_LEAST: dict[str, float] = {
     "pipeline.num_microbatches": 1,
     "pipeline.num_chunks": 1,
     "pipeline.memory_limit": 1,
-    "zero.gather_budget": 1,
     "data.seq_len": 1,
     "data.global_batch_size": 1,
     "data.microbatch_size": 1,

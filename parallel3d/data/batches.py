@@ -106,7 +106,7 @@ class TokenFiles:
             window[now] = permute(index[now], self.num_train, "train", self.seed, int(number))
         return self._batch(self._train, window)
 
-    def sample(self, size: int) -> tuple[Any, Tensor]:
+    def sample_microbatch(self, size: int) -> tuple[Any, Tensor]:
         """``size`` samples as of a step, by which the cost of a microbatch is told at the start."""
         return self.train(0, range(size))
 

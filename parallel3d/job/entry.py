@@ -10,6 +10,7 @@ as a BaseException, which also ends a sweep at its first failing job, on every r
 
 from __future__ import annotations
 
+import dis
 import os
 import shlex
 import sys
@@ -94,10 +95,15 @@ def _is_override(argument: str) -> bool:
 
 def _says_all(error: Exception) -> bool:
     """Whether the message is ours and for the user."""
-    trace, last = error.__traceback__, ""
-    while trace is not None:
-        last, trace = trace.tb_frame.f_globals.get("__name__", ""), trace.tb_next
-    return isinstance(error, ValueError) and last.partition(".")[0] in OURS
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or not isinstance(error, ValueError):
+        return False
+    # Not what min([]) or int("x") raise where we call them.
+    frame = trace.tb_frame
+    raises = frame.f_code.co_code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+    return raises and frame.f_globals.get("__name__", "").partition(".")[0] in OURS
 
 
 def command(launch: Launch, *changes: str) -> str:

@@ -73,6 +73,9 @@ class MuonRule:
 
     name = "Muon"
 
+    def __init__(self) -> None:
+        self._deal: Deal | None = None
+
     def check(self, name: str, shape: tuple[int, ...], options: Options) -> None:
         """Refuse Muon for what has not two dims."""
         if _is_matrix(shape, options) and len(shape) != 2:
@@ -92,7 +95,12 @@ class MuonRule:
     def sent(self, slices: Sequence[Slice], options: Sequence[Options]) -> int:
         """Momentum to the owners of matrices, and updates from them."""
         matrices = [s for s in slices if _is_matrix(s.shape, options[s.held.group])]
-        return Deal(matrices).nbytes if matrices else 0
+        return self._dealt(matrices).nbytes if matrices else 0
+
+    def _dealt(self, matrices: Sequence[Slice]) -> Deal:
+        if self._deal is None:  # a rule has the same matrices in every step
+            self._deal = Deal(matrices)
+        return self._deal
 
     def update(self, slices: Sequence[Slice], step: UpdateContext) -> None:
         """AdamW in place; Muon by way of the owners."""
@@ -104,7 +112,7 @@ class MuonRule:
                 _adamw(each, step)
         if not matrices:
             return
-        for each, update in _made_orthogonal(matrices, step):
+        for each, update in _made_orthogonal(self._dealt(matrices), step):
             options = step.of(each)
             each.values.mul_(1 - options["lr"] * options["weight_decay"])
             each.values.add_(update, alpha=-options["lr"] * _ratio(each, options))
@@ -143,11 +151,8 @@ def _ratio(each: Slice, options: Options) -> float:
     return math.sqrt(max(1, rows / cols))
 
 
-def _made_orthogonal(
-    matrices: Sequence[Slice], step: UpdateContext
-) -> Iterator[tuple[Slice, Tensor]]:
+def _made_orthogonal(deal: Deal, step: UpdateContext) -> Iterator[tuple[Slice, Tensor]]:
     """The update of each slice that is here. Collective over the plane."""
-    deal = Deal(matrices)
     there = deal.packed(lambda each: _direction(each, step))
     arrived = all_to_all(there, deal.sent, deal.received, deal.axis, tag="optimizer")
     del there  # what is packed, and what has arrived, are as large as all momentum

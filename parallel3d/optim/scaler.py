@@ -22,6 +22,8 @@ class LossScaler:
             and with each one after that.
         min_scale: it never falls below.
         scale: a fixed one instead, which never moves.
+
+    Values are those that ``config.shared.check_loss_scale`` lets through.
     """
 
     def __init__(

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from .segment import enter
 
 IGNORED = -100
+TRIALS = 4  # microbatches by which a loss is looked at, unless one tells
 PER_SAMPLE = (nn.MultiLabelMarginLoss, nn.MultiLabelSoftMarginLoss)
 LossFn = Callable[[Any, Any], Tensor]
 
@@ -34,7 +35,7 @@ class SumLoss:
 
     def __init__(self, loss_fn: LossFn) -> None:
         self.loss_fn = loss_fn
-        self._seen_to_add = False
+        self._trials = TRIALS
         self._kept: dict[int, tuple[Tensor, list[Any]]] = {}
 
     def begin(self, targets: list[Any], scale: Callable[[], Tensor] | None) -> None:
@@ -51,8 +52,9 @@ class SumLoss:
             loss = self.loss_fn(wide, self.targets[microbatch])
             _check(loss)
             if self.scale is not None:
-                if not self._seen_to_add:
-                    self._seen_to_add = adds_up(self.loss_fn, wide, self.targets[microbatch])
+                if self._trials:
+                    known = adds_up(self.loss_fn, wide, self.targets[microbatch])
+                    self._trials = 0 if known else self._trials - 1
                 scaled = loss * self.scale().to(loss.dtype)
                 self._kept[microbatch] = scaled, leaves
         value = loss.detach().double()
@@ -93,7 +95,7 @@ def _check(loss: Any) -> None:
 def adds_up(loss_fn: LossFn, output: Any, target: Any) -> bool:
     """Whether a sample taken twice has twice the loss; False also where this cannot be said.
 
-    Raises ValueError where it has the same loss: that is a mean, or nearly.
+    Raises ValueError where it has the same loss: that is a mean.
     """
     pair = output, target
     if not all(isinstance(each, Tensor) and each.dim() and len(each) for each in pair):
@@ -107,7 +109,7 @@ def adds_up(loss_fn: LossFn, output: Any, target: Any) -> bool:
         return False
     if not math.isfinite(once) or once == 0:
         return False
-    if abs(twice / once - 1) < 1e-3:
+    if abs(twice / once - 1) < 1e-6:
         raise ValueError(
             f"loss_fn gave {once:.6g} for a sample and {twice:.6g} for the same sample twice, so "
             f"it is a mean: it must return the SUM over the items of the microbatch, which the "

@@ -6,8 +6,9 @@ full size, so a disk that is too small is an error at the start and never a dead
 
 [Note: scratch] The files are worth nothing without the process that maps them: a checkpoint has
 copies. Each process has a folder of its own and holds a lock on it for as long as it lives. A
-folder whose lock is free was left by one that was killed, and the next run removes it. Folders are
-made and removed by one process at a time, so none is seen before it has its lock.
+folder whose lock is free, or that has none, was left by one that was killed, and the next run
+removes it. Folders are made, and those left are removed, by one process at a time, so none is seen
+before it has its lock.
 """
 
 from __future__ import annotations

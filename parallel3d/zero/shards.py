@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from ..topology import Axis
 from .flat import Flat
 from .gradients import Gradients
+from .store import Store
 from .ties import Tie
 from .updates import HostUpdates
 from .values import Owned, Values, Whole
@@ -68,6 +69,7 @@ class Shards:
         self.gradients = Gradients(flats, self.replicas, each, ties, wire)
         self.values = self._values(budget)
         self.host: HostUpdates | None = None
+        self.parameter_store: Store | None = None  # of the owned values, where those are away
         self._note_versions()
 
     def _values(self, budget: int) -> Values:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -89,5 +89,11 @@ def _pin(block: Tensor) -> None:
     """Lock the block's pages. Torch's own pinned memory is rounded up to a power of two."""
     cuda = torch.cuda.cudart()
     torch.cuda.check_error(cuda.cudaHostRegister(block.data_ptr(), block.nbytes, 0))
-    # Not at exit, when the device may be gone before this.
-    weakref.finalize(block, cuda.cudaHostUnregister, block.data_ptr()).atexit = False
+    # With the store, whose owner keeps it as long as its tensors; not at exit, when the device may
+    # be gone before this.
+    weakref.finalize(block, _unpin, cuda, block.data_ptr()).atexit = False
+
+
+def _unpin(cuda: Any, address: int) -> None:
+    torch.cuda.synchronize()  # copies may be queued
+    cuda.cudaHostUnregister(address)

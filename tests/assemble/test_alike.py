@@ -24,7 +24,13 @@ SECOND: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "lr": ({"optimizer": partial(torch.optim.AdamW, lr=0.5)}, "lr=0.5"),
     "class": ({"optimizer": partial(torch.optim.SGD, lr=0.1)}, "optimizer = SGD(lr=0.1"),
-    "broken": ({"optimizer": partial(torch.optim.AdamW, lr=-1.0)}, "Invalid learning rate: -1.0"),
+    "broken": ({"optimizer": partial(torch.optim.AdamW, lr=-1.0)}, "optimizer = ValueError on"),
+    "fp16": (
+        {"precision": "fp64", "fp16": {"scale": 8.0}},
+        "fp16.scale = 8.0 on rank 1, but None on rank 0",
+    ),
+    "kind": ({"max_bad_steps": -1}, "max_bad_steps = -1 is below 0"),
+    "function": ({"lr_schedule": lambda step: 1.0}, "lr_schedule = a function on rank 1, but None"),
 }
 
 
@@ -36,7 +42,8 @@ def told(topology: Topology) -> dict[str, str]:
             engine(topology, **(options if topology.rank else {}))
         found[name] = str(caught.value)
     other = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(2 + topology.rank)])
-    with pytest.raises(ValueError, match="the model's parameters at tp 0 = .* on rank 1, but"):
+    message = r"the model's parameter = 2\.weight .* on rank 1, but none on rank 0"
+    with pytest.raises(ValueError, match=message):
         engine(topology, other)
     engine(topology, timeout=60.0 + topology.rank)
     return found

@@ -208,6 +208,7 @@ def test_what_is_no_checkpoint_is_never_removed(name: str, tmp_path: Path) -> No
     (tmp_path / "file").write_text("mine")
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "thesis.txt").write_text("mine")
+    (tmp_path / "text" / "manifest.json").write_text("{}")
     before = sorted(tmp_path.rglob("*"))
     for told in run_on(2, saves, folder=tmp_path, name=name):
         assert re.search(r"is a file: save|has other things in it, such as [st].*own", told)

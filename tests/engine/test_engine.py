@@ -269,8 +269,8 @@ WRONG = {
         "fp16": {"scale": 8, "window": 5},
     },
     "fp16.window = 0 is below 1": {"precision": "fp16", "fp16": {"window": 0}},
-    "fp16.scale = inf is not in": {"precision": "fp16", "fp16": {"scale": math.inf}},
-    "fp16.initial_scale = nan is not in": {
+    "fp16.scale = inf is not a finite number": {"precision": "fp16", "fp16": {"scale": math.inf}},
+    "fp16.initial_scale = nan is not a finite number": {
         "precision": "fp16",
         "fp16": {"initial_scale": math.nan},
     },

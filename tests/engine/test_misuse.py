@@ -76,6 +76,8 @@ WRONG: list[dict[str, Any]] = [
     {"timeout": 0},
     {"timeout": "x"},
     {"compile": "x"},
+    {"compile": 2},
+    {"recompute_partition": 3},
     {"memory_limit": "x"},
     {"fp16": 1},
     {"offload": 1},
@@ -124,11 +126,13 @@ def test_an_evaluation_may_give_each_rank_another_number_of_rows(layout: str, bu
 
 
 def lists(topology: Topology) -> str:
+    """Of one rank only, and of unequal lengths; on every rank."""
     mine = engine(topology, zero=3, gather_budget=0)
     x, target = share(topology, *batch(0, 16, torch.float64))
     parts = list(zip(x.split(2), target.split(2), strict=True))
     mine.train_step(parts)
     mine.train_step(parts[:2])
+    mine.train_step(*((parts[:2], None) if topology.dp.rank else (x, target)))
     with pytest.raises(ValueError) as caught:
         mine.train_step(parts[topology.dp.rank :])
     return str(caught.value)
@@ -172,3 +176,26 @@ def test_a_layer_used_twice_has_the_same_bits_under_a_split_backward(precision: 
     (losses, weights), *others = run_on(Grid(pp=2), of_schedule, precision=precision)[0]
     for other, kept in others:
         assert other == losses and same(kept, weights)
+
+
+@pytest.mark.parametrize(
+    "fp16", [{"window": "x"}, {"initial_scale": None}, {"window": 2.5}, {"scale": "8"}], ids=str
+)
+def test_options_of_the_loss_scale_are_of_their_kinds(fp16: dict[str, Any]) -> None:
+    ((name, _),) = fp16.items()
+    with Topology.init() as topology, pytest.raises(ValueError, match=rf"fp16\.{name} = .* is not"):
+        engine(topology, precision="fp16", fp16=fp16)
+
+
+def later_lists(topology: Topology) -> None:
+    mine = engine(topology)
+    train(mine, 1)
+    x, target = batch(0, dtype=torch.float64)
+    parts = list(zip(x.split(2), target.split(2), strict=True))
+    mine.train_step(parts[:2])
+    with pytest.raises(ValueError, match="a list of 4 microbatches after steps without lists"):
+        mine.train_step(parts)
+
+
+def test_a_list_after_steps_without_has_as_many_microbatches() -> None:
+    run_on(Grid(dp=2), later_lists)

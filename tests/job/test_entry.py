@@ -15,6 +15,8 @@ from parallel3d.launch import Launch
 def main(cfg):
     if cfg.get("fail"):
         raise ValueError("planted by the task")
+    if cfg.get("bug"):
+        min([])
     if cfg.get("mine"):
         import mine_own
     print("ran", cfg.seed, cfg.model._target_, job.command(Launch(), "seed=3"))
@@ -81,3 +83,11 @@ def test_the_launchers_summary_ends_with_our_message(script: Path) -> None:
     assert ended.code != 0
     lines = [line for line in ended.output.splitlines() if line.strip()]
     assert any("did you mean model=gpt_tiny?" in line for line in lines[-4:])
+
+
+def test_an_error_of_ours_that_is_meant_is_one_line_and_a_bug_has_the_way_to_it(
+    script: Path,
+) -> None:
+    assert "Traceback" not in run(script, "fail=true").output
+    bug = run(script, "bug=true").output
+    assert "Traceback" in bug and "min([])" in bug

@@ -124,6 +124,22 @@ def test_a_mean_that_does_not_say_so_is_found_by_a_sample_taken_twice(loss_fn: A
         loss_of(OUTPUT, VALUES, loss_fn)
 
 
+def test_a_loss_is_looked_at_a_few_times_at_most() -> None:
+    calls = []
+
+    def contrastive(output: Tensor, target: Tensor) -> Tensor:
+        calls.append(len(output))
+        if len(output) < 3:
+            raise RuntimeError("of three or more")
+        return output.sum()
+
+    loss = SumLoss(contrastive)
+    loss.begin([VALUES] * 9, lambda: torch.ones(()))
+    for microbatch in range(9):
+        loss.forward(microbatch, OUTPUT)
+    assert calls.count(3) == 9 and calls.count(1) == 4
+
+
 def test_a_loss_of_which_nothing_can_be_said_is_left_alone_until_it_can() -> None:
     masked = partial(F.cross_entropy, reduction="sum")
     assert not adds_up(masked, OUTPUT, torch.full((3,), -100))

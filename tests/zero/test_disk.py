@@ -52,6 +52,7 @@ def test_pinned_memory_is_as_large_as_what_is_kept(monkeypatch: pytest.MonkeyPat
     runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=pinned.pop)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "check_error", int)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     store = Store(pinned=True)
     store.reserve(0, ROOMS)
     store.reserve(1, {"empty": Room(0, torch.float32)})
