@@ -81,7 +81,7 @@ def shapes_of(batch: Batch) -> list[int]:
     return numbers
 
 
-def check_same(batch: Batch, is_list: bool, topology: Topology) -> bool:
+def check_same(batch: Batch, topology: Topology, is_list: bool = False) -> bool:
     """Raise ValueError on every rank unless each dp index's ranks were given the same batch.
 
     Whether any rank was given a list of ready microbatches, whose number may change.

@@ -194,7 +194,7 @@ class Engine:
         self._refuse_modes(training=True)
         batch = self._batch(x, target, self._num_microbatches)
         if self._lists is None:
-            self._lists = check_same(batch, isinstance(x, list), self.topology)
+            self._lists = check_same(batch, self.topology, isinstance(x, list))
         elif self._lists:
             check_same_number(batch, self.topology.world)
         elif self.topology.dp.size > 1 and len(batch.targets) != self._num_microbatches:
