@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from numbers import Integral
 from typing import Any, get_type_hints
@@ -42,7 +43,8 @@ def check_kinds(model: Any, given: Mapping[str, Any]) -> None:
     for name, hint in hints.items():
         value = given[name]
         whole = hint in NUMBERS and isinstance(value, Integral) and type(value) is not bool
-        if hint in PLAIN and not whole:  # numpy's whole numbers too
+        no_limit = hint in NUMBERS and value == math.inf
+        if hint in PLAIN and not whole and not no_limit:  # numpy's whole numbers too
             convert(value, hint, name)
     for name, least in (("num_microbatches", 1), ("max_bad_steps", 0)):
         if given[name] is not None and given[name] < least:

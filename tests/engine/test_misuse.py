@@ -199,3 +199,9 @@ def later_lists(topology: Topology) -> None:
 
 def test_a_list_after_steps_without_has_as_many_microbatches() -> None:
     run_on(Grid(dp=2), later_lists)
+
+
+def test_no_limit_may_be_infinite() -> None:
+    with Topology.init() as topology:
+        free, limited = engine(topology), engine(topology, max_grad_norm=math.inf)
+        assert train(limited, 2) == train(free, 2)
