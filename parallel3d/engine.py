@@ -206,12 +206,12 @@ class Engine:
         self.parts.criterion.begin(batch.targets, lambda: self._factor(items.wait()))
         try:
             self._run(batch, training=True)
+            self.watch.enters("the sum of gradients")
+            self.parts.shards.finish_reduce()
+            return self._update(items.wait())
         except BaseException:
             self.parts.shards.abandon()
             raise
-        self.watch.enters("the sum of gradients")
-        self.parts.shards.finish_reduce()
-        return self._update(items.wait())
 
     @watched("an evaluation step")
     def eval_step(self, x: Any, target: Any = None) -> StepResult:

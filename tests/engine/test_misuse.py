@@ -205,3 +205,14 @@ def test_no_limit_may_be_infinite() -> None:
     with Topology.init() as topology:
         free, limited = engine(topology), engine(topology, max_grad_norm=math.inf)
         assert train(limited, 2) == train(free, 2)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_gradients_of_a_step_that_was_refused_at_its_end_are_not_in_the_next(zero: int) -> None:
+    with Topology.init() as topology:
+        rate = [math.nan]
+        mine, other = (engine(topology, zero=zero, lr_schedule=lambda step: rate[0]) for _ in "ab")
+        with pytest.raises(ValueError, match="it gives a factor of the learning rate"):
+            train(mine, 1)
+        rate[0] = 1.0
+        assert train(mine, 2) == train(other, 2)
