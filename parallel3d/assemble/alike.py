@@ -26,7 +26,7 @@ def check_alike(model: nn.Module, given: Mapping[str, Any], topology: Topology) 
     Plain values are compared, of functions only whether there is one, the optimizer's class and
     defaults, and the parameters' names, shapes and which of them are trained.
 
-    Moves   one small message per rank.
+    Moves   two small messages per rank; where models differ, the lists of their parameters.
     """
     filled = {**given, "fp16": {**vars(Fp16()), **(given["fp16"] or {})}}
     mine = {**_told(filled), "optimizer": _optimizer(given["optimizer"])}

@@ -84,37 +84,25 @@ def make_optimizer(
     Raises OSError or RuntimeError, on every rank, where a rank's disk cannot take its state.
     """
 
-    def make() -> ShardedOptimizer | WholeOptimizer:
-        optimizer = _over_shards(rule, shards, groups, topology, options, host)
-        if options.offload.parameters == "cpu":
-            shards.parameter_store = Store(pinned=topology.device.type == "cuda")
-            units = shards.held_by_unit()
-            keep_on_host(units, shards.parameter_store, host, topology.device)
-        return optimizer
+    def over_shards() -> ShardedOptimizer | WholeOptimizer:
+        trained, curve = shards.trained(), options.lr_schedule
+        if rule is not None:
+            complete = options_of(options.optimizer, groups)
+            return WholeOptimizer(rule, trained, complete, topology.tp, curve)
+        dtype, store = STATE_DTYPES[options.state_dtype], _store(options.offload, topology)
+        units = shards.trained_by_unit()
+        if store is not None:
+            shards.host = HostUpdates(units, store, host, topology.device)
+        apart = Apart(units, dtype, shards.host) if store or dtype else None
+        return ShardedOptimizer(options.optimizer, trained, groups, curve, apart)
 
-    if options.offload.optimizer != "disk":
-        return make()
-    return agree(topology.world, make)
-
-
-def _over_shards(
-    rule: Rule | None,
-    shards: Shards,
-    groups: Sequence[Group],
-    topology: Topology,
-    options: Options,
-    host: Axis,
-) -> ShardedOptimizer | WholeOptimizer:
-    trained, curve = shards.trained(), options.lr_schedule
-    if rule is not None:
-        complete = options_of(options.optimizer, groups)
-        return WholeOptimizer(rule, trained, complete, topology.tp, curve)
-    dtype, store = STATE_DTYPES[options.state_dtype], _store(options.offload, topology)
-    units = shards.trained_by_unit()
-    if store is not None:
-        shards.host = HostUpdates(units, store, host, topology.device)
-    apart = Apart(units, dtype, shards.host) if store or dtype else None
-    return ShardedOptimizer(options.optimizer, trained, groups, curve, apart)
+    agreed = options.offload.optimizer == "disk"
+    optimizer = agree(topology.world, over_shards) if agreed else over_shards()
+    if options.offload.parameters == "cpu":
+        shards.parameter_store = Store(pinned=topology.device.type == "cuda")
+        units = shards.held_by_unit()
+        keep_on_host(units, shards.parameter_store, host, topology.device)
+    return optimizer
 
 
 def _store(offload: Offload, topology: Topology) -> Store | None:
